@@ -1,0 +1,1 @@
+"""The apparatus around minikv: set-up, models, engines, checks, pictures."""

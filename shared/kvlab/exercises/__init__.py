@@ -1,0 +1,31 @@
+"""The exercises of all labs: one module a lab, named after it.
+
+A module holds a tuple `EXERCISES`. Each exercise carries its check, its hints
+and the wrong answers that its check is tested against.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from kvlab.check import Exercise
+
+
+def load_all() -> dict[str, Exercise]:
+    """Every exercise of the course by its id."""
+    found: dict[str, Exercise] = {}
+    for module in pkgutil.iter_modules(__path__):
+        for exercise in importlib.import_module(f"{__name__}.{module.name}").EXERCISES:
+            if exercise.id in found:
+                raise ValueError(f"two exercises have the id {exercise.id}")
+            found[exercise.id] = exercise
+    return found
+
+
+def find(exercise_id: str) -> Exercise:
+    """The exercise of this id. Raises KeyError that names the ids there are."""
+    exercises = load_all()
+    if exercise_id not in exercises:
+        raise KeyError(f"no exercise {exercise_id!r}; there are {', '.join(sorted(exercises))}")
+    return exercises[exercise_id]

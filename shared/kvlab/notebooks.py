@@ -1,0 +1,243 @@
+"""From hand-written notebooks to executed ones, and from solutions to labs.
+
+chapters/ and solutions/ are written by hand. labs/ are made from solutions/:
+the lines between `### BEGIN SOLUTION` and `### END SOLUTION` are taken out and
+the cells that show verdicts are tagged, because their outputs change once a
+learner has worked. All three are executed and committed with their outputs.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+from kvlab.paths import ROOT
+
+CELL_TIMEOUT_SECONDS = 600
+# The kernel that set-up registers; see kvlab.jupyter.
+KERNEL = {
+    "display_name": "Follow the Request",
+    "language": "python",
+    "name": "follow-the-request",
+}
+
+_SOLUTION = re.compile(
+    r"^(?P<indent>[ \t]*)### BEGIN SOLUTION\n.*?^[ \t]*### END SOLUTION[ \t]*(?:\n|$)",
+    re.MULTILINE | re.DOTALL,
+)
+_CHECK_CALL = re.compile(r"^check\(", re.MULTILINE)
+NOT_COMPARED = "nbval-ignore-output"
+
+
+class NotebookError(Exception):
+    """A notebook that cannot be made, found or executed; the text says which and why."""
+
+
+def lab_from_solution(solution: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """The lab of a solution: open exercises, no outputs, verdict cells not compared.
+
+    Raises NotebookError for marks that do not pair up.
+    """
+    lab = nbformat.from_dict(solution)
+    for cell in lab.cells:
+        if cell.cell_type != "code":
+            continue
+        cell.outputs, cell.execution_count = [], None
+        cell.source = _SOLUTION.sub(_stub, cell.source).rstrip("\n")
+        if "# BEGIN SOLUTION" in cell.source or "# END SOLUTION" in cell.source:
+            raise NotebookError(f"BEGIN and END SOLUTION do not pair up in cell {cell.id}")
+        if _CHECK_CALL.search(cell.source):
+            tags = cell.metadata.setdefault("tags", [])
+            if NOT_COMPARED not in tags:
+                tags.append(NOT_COMPARED)
+    return lab
+
+
+def _stub(block: re.Match[str]) -> str:
+    # Inside a function an unwritten answer must say so when it is called.
+    if block["indent"]:
+        return f"{block['indent']}raise NotImplementedError  # your code here\n"
+    return ""
+
+
+def execute(notebook: nbformat.NotebookNode, folder: Path, **client: Any) -> None:
+    """Run all cells in place, in `folder`, under the notebook environment's own kernel.
+
+    Raises NotebookError with the failing cell and its error.
+    """
+    try:
+        NotebookClient(
+            notebook,
+            timeout=CELL_TIMEOUT_SECONDS,
+            kernel_name="python3",
+            record_timing=False,
+            store_widget_state=False,
+            resources={"metadata": {"path": str(folder)}},
+            **client,
+        ).execute()
+    except CellExecutionError as error:
+        raise NotebookError(f"a cell failed:\n{error}") from None
+    except TimeoutError:
+        raise NotebookError(f"a cell ran for more than {CELL_TIMEOUT_SECONDS} seconds") from None
+
+
+def tidy(notebook: nbformat.NotebookNode) -> None:
+    """Leave in an executed notebook only what its readers and nbval use."""
+    notebook.metadata = nbformat.from_dict({"kernelspec": KERNEL})
+    for cell in notebook.cells:
+        cell.metadata = nbformat.from_dict(
+            {"tags": cell.metadata["tags"]} if cell.metadata.get("tags") else {}
+        )
+        for output in cell.get("outputs", ()):
+            # A saved widget view without its state shows as an error on static
+            # pages; the SVG beside it is what they show instead.
+            output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
+            output.get("metadata", {}).clear()
+
+
+def write(notebook: nbformat.NotebookNode, path: Path) -> None:
+    """Save a notebook, refusing one that names folders of the machine it ran on."""
+    text = nbformat.writes(notebook) + "\n"
+    for private in {str(ROOT), str(Path.home())} - {"/"}:
+        if private in text:
+            raise NotebookError(f"{path.name} would contain the path {private} of this machine")
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+
+
+def read(path: Path) -> nbformat.NotebookNode:
+    return nbformat.read(path, as_version=4)
+
+
+def make(only: Iterable[str] = (), say: Callable[[str], None] = print) -> None:
+    """Execute chapters and solutions, make the labs and execute them; write all back.
+
+    `only`: number prefixes such as "00"; all notebooks when empty.
+    """
+    prefixes = tuple(only)
+    for path in _sources(prefixes):
+        notebook = read(path)
+        jobs = [(notebook, path)]
+        if path.parent.name == "solutions":
+            jobs.append((lab_from_solution(notebook), _lab_path(path)))
+        for job, target in jobs:
+            say(f"executing {target.relative_to(ROOT)}")
+            execute(job, target.parent)
+            tidy(job)
+            write(job, target)
+
+
+def stale_labs() -> list[str]:
+    """Labs whose cells are not those that their solution would give, one sentence each."""
+    complaints = []
+    solutions = {_lab_path(path): path for path in _sources(()) if path.parent.name == "solutions"}
+    for lab_path in sorted({*solutions, *(ROOT / "labs").glob("*.ipynb")}):
+        if lab_path not in solutions:
+            complaints.append(f"labs/{lab_path.name} has no solution")
+        elif not lab_path.exists():
+            complaints.append(f"labs/{lab_path.name} was never made: run make notebooks")
+        else:
+            expected = lab_from_solution(read(solutions[lab_path]))
+            if _cells(expected) != _cells(read(lab_path)):
+                complaints.append(
+                    f"labs/{lab_path.name} differs from its solution: edit the solution, "
+                    "then run make notebooks"
+                )
+    return complaints
+
+
+def _cells(notebook: nbformat.NotebookNode) -> list[tuple[str, str, str, list[str]]]:
+    return [
+        (cell.cell_type, cell.id, cell.source, list(cell.metadata.get("tags", [])))
+        for cell in notebook.cells
+    ]
+
+
+def copy_labs(into: Path) -> list[Path]:
+    """Copy labs that a learner does not have yet. A copy is never overwritten."""
+    into.mkdir(exist_ok=True)
+    copied = []
+    for lab in sorted((ROOT / "labs").glob("*.ipynb")):
+        target = into / lab.name
+        if not target.exists():
+            partial = target.with_suffix(".partial")
+            shutil.copyfile(lab, partial)
+            partial.rename(target)
+            copied.append(target)
+    return copied
+
+
+def find(name: str) -> Path:
+    """The notebook meant by "labs/00", "my/00_one_request" or a path.
+
+    Raises NotebookError that lists what there is.
+    """
+    path = Path(name)
+    if path.suffix == ".ipynb" and path.exists():
+        return path.resolve()
+    folder, _, prefix = name.removesuffix(".ipynb").rpartition("/")
+    matches = sorted((ROOT / folder).glob(f"{prefix}*.ipynb")) if folder else []
+    if len(matches) == 1:
+        return matches[0]
+    there = [
+        str(p.relative_to(ROOT))
+        for part in ("chapters", "labs", "solutions", "my")
+        for p in sorted((ROOT / part).glob("*.ipynb"))
+    ]
+    what = "names several notebooks" if matches else "names no notebook"
+    raise NotebookError(f"{name} {what}. There are: {', '.join(there)}")
+
+
+def run(name: str) -> None:
+    """Execute a notebook in the terminal and print its checks as they come.
+
+    The file stays as it is. Raises NotebookError when a cell fails.
+    """
+    path = find(name)
+    notebook = read(path)
+    total = sum(cell.cell_type == "code" for cell in notebook.cells)
+    done = 0
+
+    def executed(cell: nbformat.NotebookNode, **_: Any) -> None:
+        nonlocal done
+        if cell.cell_type != "code":
+            return
+        done += 1
+        if sys.stderr.isatty():
+            print(f"\r{path.name}: cell {done} of {total}", end="", file=sys.stderr)
+        if _CHECK_CALL.search(cell.source):
+            if sys.stderr.isatty():
+                print("\r\033[K", end="", file=sys.stderr)
+            print(_plain_text(cell), flush=True)
+
+    execute(notebook, path.parent, on_cell_executed=executed)
+    print(f"{path.name}: all {total} code cells ran")
+
+
+def _plain_text(cell: nbformat.NotebookNode) -> str:
+    parts = []
+    for output in cell.outputs:
+        parts.append(output.get("text") or output.get("data", {}).get("text/plain", ""))
+    return "".join(parts).rstrip()
+
+
+def _sources(prefixes: tuple[str, ...]) -> list[Path]:
+    """Chapters, then solutions: the notebooks that are written by hand."""
+    return [
+        path
+        for part in ("chapters", "solutions")
+        for path in sorted((ROOT / part).glob("*.ipynb"))
+        if not prefixes or path.name.startswith(prefixes)
+    ]
+
+
+def _lab_path(solution: Path) -> Path:
+    return ROOT / "labs" / solution.name

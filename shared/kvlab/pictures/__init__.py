@@ -1,0 +1,10 @@
+"""Pictures of mechanisms: pure functions from state to SVG, and widgets on top.
+
+A function returns the SVG as text, with a text alternative that says what the
+picture says. A widget adds sliders that work by keyboard; without a kernel a
+page shows its SVG.
+"""
+
+from kvlab.pictures.forwards import ForwardsPicture, forwards_svg
+
+__all__ = ["ForwardsPicture", "forwards_svg"]

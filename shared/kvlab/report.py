@@ -1,0 +1,106 @@
+"""Measured figures reach the reader from result files, never from somebody's keyboard.
+
+A result file in results/ is JSON with `what` was measured, on which `host`, with
+which `versions`, under which `conditions`, when (`date`), and the `values`. Markdown
+pages quote a value between two comments that a browser does not show:
+
+    <!-- results/setup.json disk_gb -->4.9<!-- / -->
+
+`fill` writes the present values there; a test fails when a page is out of step.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import re
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from kvlab.paths import ROOT
+
+PAGES = ("README.md", "CONTRIBUTING.md")
+VERSIONS_OF = ("torch", "transformers", "jupyterlab", "nbval", "pytest", "uv")
+
+_QUOTE = re.compile(r"<!-- (results/[\w.-]+\.json) (\w+) -->.*?<!-- / -->", re.DOTALL)
+
+
+def record(
+    name: str, what: str, conditions: Mapping[str, Any], values: Mapping[str, Any]
+) -> Path:
+    """Write results/<name>.json, stamped with this host, the versions and the date."""
+    import psutil
+
+    path = ROOT / "results" / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    content = {
+        "what": what,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "host": {
+            "cpu": _cpu_model(),
+            "cores": psutil.cpu_count(),
+            "memory_gib": round(psutil.virtual_memory().total / 2**30),
+            "system": f"{platform.system()} {platform.machine()}",
+        },
+        "versions": {
+            "python": platform.python_version(),
+            **{package: metadata.version(package) for package in VERSIONS_OF},
+        },
+        "conditions": dict(conditions),
+        "values": dict(values),
+    }
+    path.write_text(json.dumps(content, indent=2) + "\n")
+    return path
+
+
+def value(file: str, key: str) -> Any:
+    """One value of a result file, such as value("results/setup.json", "disk_gb").
+
+    Raises KeyError that names the file and the keys it has.
+    """
+    values = json.loads((ROOT / file).read_text())["values"]
+    if key not in values:
+        raise KeyError(f"{file} has no value {key!r}; it has {', '.join(values)}")
+    return values[key]
+
+
+def filled(page: str) -> str:
+    """The Markdown text with every quoted value replaced by the present one."""
+    return _QUOTE.sub(
+        lambda quote: (
+            f"<!-- {quote[1]} {quote[2]} -->{_markdown(value(quote[1], quote[2]))}<!-- / -->"
+        ),
+        page,
+    )
+
+
+def fill_pages() -> list[str]:
+    """Bring the values in README and CONTRIBUTING up to date; the names of changed pages."""
+    changed = []
+    for name in PAGES:
+        path = ROOT / name
+        before = path.read_text()
+        after = filled(before)
+        if after != before:
+            path.write_text(after)
+            changed.append(name)
+    return changed
+
+
+def _markdown(found: Any) -> str:
+    """A number as it is; a list of rows as a table."""
+    if not isinstance(found, list):
+        return str(found)
+    columns = list(found[0])
+    lines = [columns, ["---"] * len(columns), *([str(row[c]) for c in columns] for row in found)]
+    return "\n\n" + "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n\n"
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or "unknown"

@@ -1,0 +1,19 @@
+"""minikv: a serving stack small enough to read, that does what the large ones do.
+
+Read the files in the order in which a request meets them:
+
+    engine.py      how does a request get from text to text?
+    tokenizer.py   how does text become tokens, and when is a token text again?
+    request.py     what is one request, and in which state is it?
+    scheduler.py   who runs in this step, and with how many tokens?
+    blocks.py      where does KV live, and who may use it again?
+    runner.py      a scheduled batch goes in; how do the next tokens come out?
+    model.py       what does the model compute for one token, and where does it need the others?
+    attention/     how does a query read the keys and values of the tokens before it?
+    weights.py     what lies in a model folder, and is it all there?
+"""
+
+from minikv.engine import LLM
+from minikv.request import RequestOutput, SamplingParams
+
+__all__ = ["LLM", "RequestOutput", "SamplingParams"]

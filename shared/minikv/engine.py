@@ -1,0 +1,470 @@
+"""How does a request get from text to text?
+
+`LLM` puts the rooms together and runs the loop: the scheduler decides a step, the runner computes
+it, the scheduler accounts for it, and the new tokens become text. `generate`, `chat` and `stream`
+are that loop; `add_request`, `step` and `abort` are the same from below, for a server or a
+chapter that wants to watch.
+
+What a step did is written down as plain data (`trace`), what all steps cost is counted (`stats`).
+"""
+
+from __future__ import annotations
+
+import operator
+import random
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minikv.attention import KVCache
+from minikv.blocks import KVCacheManager
+from minikv.request import Piece, Request, RequestOutput, RequestStatus, SamplingParams
+from minikv.runner import Runner
+from minikv.scheduler import Scheduler, SchedulerOutput
+from minikv.tokenizer import Detokenizer, Tokenizer
+from minikv.weights import eos_token_ids, load_model, model_config, read_json
+
+Prompt = str | Sequence[int]
+
+TRACE_STEPS = 10_000
+
+
+@dataclass
+class Stats:
+    """What the engine has done since it was made or since `reset`.
+
+    steps: passes of the model over a scheduled batch.
+    token_forwards: tokens that went through the model, in steps and in `LLM.forward`.
+    prefill_tokens, decode_tokens: those of the steps, by kind.
+    preemptions: how often a request lost its blocks.
+    prefix_cache_queries, prefix_cache_hits: tokens looked up and found when requests were admitted
+        for the first time (as vLLM counts them).
+    peak_blocks: most blocks that were in use in one step.
+    """
+
+    steps: int = 0
+    token_forwards: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    peak_blocks: int = 0
+
+    def reset(self) -> None:
+        for item in fields(self):
+            setattr(self, item.name, item.default)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step as it was scheduled, in request ids and numbers only.
+
+    index: counts all steps of this engine from 0.
+    prefill, decode: tokens given to each request, in the order of the batch; a request is in one.
+    cached: for each request admitted in this step, the tokens found in the prefix cache.
+    preempted, waiting: requests that lost their blocks; the queue after scheduling.
+    blocks: the block table of each scheduled request.
+    free_blocks: free after scheduling.
+    """
+
+    index: int
+    prefill: dict[str, int]
+    decode: dict[str, int]
+    cached: dict[str, int]
+    preempted: tuple[str, ...]
+    waiting: tuple[str, ...]
+    blocks: dict[str, tuple[int, ...]]
+    free_blocks: int
+
+
+@dataclass(eq=False)
+class _Client:
+    """What the engine keeps for a request beside what the scheduler sees: its text."""
+
+    request: Request
+    prompt: str | None
+    detokenizer: Detokenizer | None
+
+    def output(self) -> RequestOutput:
+        request = self.request
+        text = self.detokenizer.text if self.detokenizer else ""
+        if self.detokenizer and not request.status.finished:
+            text = text[: self.detokenizer.num_safe]
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=request.token_ids[: request.num_prompt_tokens],
+            text=text,
+            token_ids=request.output_token_ids,
+            logprobs=list(request.logprobs),
+            cached_tokens=request.num_cached_tokens,
+            finish_reason=request.status.value if request.status.finished else None,
+            num_preemptions=request.num_preemptions,
+        )
+
+
+class LLM:
+    """A model folder, ready to answer.
+
+    folder: config.json, safetensors, and (for text) tokenizer.json; Llama or Qwen3.
+    dtype: of weights and KV cache; "auto" takes the checkpoint's.
+    device: "auto" takes CUDA where there is one.
+    block_size: tokens of a KV block.
+    num_blocks: blocks of the KV cache, the null block included; None: as many as
+        kv_cache_memory_bytes holds.
+    max_model_len: tokens that prompt and output of a request may have together; None: the model's
+        own limit, or what the KV cache holds if that is less.
+    max_num_batched_tokens, max_num_seqs, long_prefill_token_threshold, scheduling_policy: see
+        `Scheduler`.
+    seed: for requests that bring none of their own; the same calls then give the same tokens.
+
+    Raises ValueError that says what does not fit and what to change.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        block_size: int = 32,
+        num_blocks: int | None = None,
+        kv_cache_memory_bytes: int = 64 << 20,
+        max_model_len: int | None = None,
+        max_num_batched_tokens: int = 2048,
+        max_num_seqs: int = 128,
+        long_prefill_token_threshold: int = 0,
+        scheduling_policy: str = "fcfs",
+        enable_prefix_caching: bool = True,
+        seed: int = 0,
+    ) -> None:
+        folder = Path(folder)
+        raw = read_json(folder / "config.json")
+        self.config = model_config(raw)
+        self.dtype = _dtype(dtype, raw)
+        self.device = _device(device)
+        self.kv_bytes_per_token = self.config.kv_bytes_per_token(self.dtype)
+        self.stats = Stats()
+        self.trace: deque[Step] = deque(maxlen=TRACE_STEPS)  # the last steps, oldest first
+
+        if num_blocks is None:
+            num_blocks = kv_cache_memory_bytes // (block_size * self.kv_bytes_per_token)
+        kv = KVCacheManager(num_blocks, block_size, enable_prefix_caching)
+        self.max_model_len = _max_model_len(
+            max_model_len, self.config.max_position_embeddings, (num_blocks - 1) * block_size
+        )
+        self.scheduler = Scheduler(
+            kv,
+            max_model_len=self.max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            long_prefill_token_threshold=long_prefill_token_threshold,
+            policy=scheduling_policy,
+        )
+        has_tokenizer = (folder / "tokenizer.json").exists()
+        self.tokenizer = Tokenizer(folder) if has_tokenizer else None
+        self._eos_token_ids = eos_token_ids(folder, raw)
+        model = load_model(folder, self.config, self.dtype, self.device)
+        cache = KVCache(self.config, num_blocks, block_size, self.dtype, self.device)
+        self.runner = Runner(model, cache)
+
+        self._rng = random.Random(seed)
+        self._num_requests = 0
+        self._num_steps = 0
+        self._clients: dict[str, _Client] = {}  # unfinished
+        self._progress: dict[str, _Client] = {}  # changed since `step` last told
+
+    # ---- the whole way -------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
+        cache_salt: str | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts, all batched together; outputs in the order of the prompts.
+
+        prompts: a text, a list of token ids, or a list of those.
+        sampling_params, priority: one for all, or one for each.
+        Raises ValueError before anything runs if any of them is invalid.
+        """
+        alone = isinstance(prompts, str) or (len(prompts) > 0 and _is_token_id(prompts[0]))
+        many: Sequence[Any] = [prompts] if alone else prompts
+        params = _one_each(sampling_params or SamplingParams(), len(many), "sampling_params")
+        priorities = _one_each(priority, len(many), "priority")
+        clients = [
+            self._make_client(prompt, p, priority=rank, cache_salt=cache_salt)
+            for prompt, p, rank in zip(many, params, priorities, strict=True)
+        ]
+        for client in clients:
+            self._add(client)
+        try:
+            while any(not client.request.status.finished for client in clients):
+                self._step()
+        finally:  # after Ctrl-C too: nothing of this call goes on running
+            for client in clients:
+                self.abort(client.request.request_id)
+                self._progress.pop(client.request.request_id, None)
+        return [client.output() for client in clients]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        **template_variables: Any,
+    ) -> RequestOutput:
+        """Answer a conversation, [{"role": "user", "content": "..."}, ...], through the model's
+        chat template."""
+        prompt = self._need_tokenizer().apply_chat_template(messages, **template_variables)
+        return self.generate(prompt, sampling_params)[0]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Iterator[Piece]:
+        """Complete one prompt, giving each token when it is there.
+
+        The request starts with the first `next`. Closing the iterator early, or dropping it,
+        aborts the request and frees its blocks. Raises ValueError at once if the input is invalid.
+        """
+        client = self._make_client(
+            prompt, sampling_params or SamplingParams(), priority=priority, cache_salt=cache_salt
+        )
+        return self._stream(client)
+
+    def _stream(self, client: _Client) -> Iterator[Piece]:
+        self._add(client)
+        num_chars = num_tokens = 0
+        try:
+            while not client.request.status.finished:
+                self._step()
+                self._progress.pop(client.request.request_id, None)
+                so_far = client.output()
+                if len(so_far.token_ids) > num_tokens or so_far.finished:
+                    yield Piece(
+                        text=so_far.text[num_chars:],
+                        token_ids=so_far.token_ids[num_tokens:],
+                        logprobs=so_far.logprobs[num_tokens:],
+                        finish_reason=so_far.finish_reason,
+                    )
+                    num_chars, num_tokens = len(so_far.text), len(so_far.token_ids)
+        finally:
+            self.abort(client.request.request_id)
+            self._progress.pop(client.request.request_id, None)
+
+    # ---- step by step --------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> str:
+        """Queue a request and return its id; `step` runs it. Raises ValueError if it is invalid.
+
+        priority: smaller is served first, under scheduling_policy="priority".
+        cache_salt: only requests with the same salt share cached blocks.
+        """
+        client = self._make_client(
+            prompt, sampling_params or SamplingParams(), priority=priority, cache_salt=cache_salt
+        )
+        self._add(client)
+        return client.request.request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step. Returns the requests that have got a token or have finished since the last
+        call, each with all of its output so far."""
+        self._step()
+        told, self._progress = self._progress, {}
+        return [client.output() for client in told.values()]
+
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished
+
+    def abort(self, request_id: str) -> None:
+        """End a request now and free its blocks. One that has finished, or never was, is left."""
+        client = self._clients.pop(request_id, None)
+        if client is not None:
+            self.scheduler.finish(client.request, RequestStatus.FINISHED_ABORTED)
+            self._progress[request_id] = client
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached blocks; False, and nothing happens, while a request holds some."""
+        return self.scheduler.kv.pool.reset()
+
+    def forward(self, token_ids: Sequence[int]) -> Tensor:
+        """Logits after each token of one sequence, float32 [n, vocab_size], without any cache: all
+        n tokens are computed. It shows what generation costs when nothing is remembered."""
+        token_ids = self._check_token_ids(token_ids)
+        self.stats.token_forwards += len(token_ids)
+        return self.runner.forward(token_ids)
+
+    # ---- inside --------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        """Schedule, run, account, and turn tokens into text."""
+        out = self.scheduler.schedule()
+        try:
+            tokens, logprobs = self.runner.execute(out.scheduled) if out.scheduled else ({}, {})
+        except BaseException:  # out of memory, Ctrl-C: what the step wrote is unknown
+            for share in out.scheduled:
+                self.abort(share.request.request_id)
+            raise
+        self._record(out)
+        self.scheduler.update(out, tokens, logprobs)
+        for request_id, token in tokens.items():
+            client = self._clients[request_id]
+            request = client.request
+            # A token that ended the output gives no text (end-of-sequence, stop_token_ids).
+            if client.detokenizer and request.status is not RequestStatus.FINISHED_STOPPED:
+                if client.detokenizer.append(token):
+                    # vLLM as well finds stop strings outside the scheduler. The text decides, also
+                    # if the same token was the last that max_tokens allows.
+                    self.scheduler.finish(request, RequestStatus.FINISHED_STOPPED)
+                    request.status = RequestStatus.FINISHED_STOPPED
+            self._progress[request_id] = client
+            if request.status.finished:
+                del self._clients[request_id]
+
+    def _record(self, out: SchedulerOutput) -> None:
+        """Write the step into `trace` and `stats`; before `update`, which changes the requests."""
+        kv, stats = self.scheduler.kv, self.stats
+        step = Step(
+            index=self._num_steps,
+            prefill={s.request.request_id: s.num_tokens for s in out.scheduled if not s.is_decode},
+            decode={s.request.request_id: s.num_tokens for s in out.scheduled if s.is_decode},
+            cached=out.admitted,
+            preempted=tuple(r.request_id for r in out.preempted),
+            waiting=tuple(r.request_id for r in self.scheduler.waiting),
+            blocks={s.request.request_id: tuple(s.block_ids) for s in out.scheduled},
+            free_blocks=kv.pool.num_free,
+        )
+        self.trace.append(step)
+        self._num_steps += 1
+        stats.steps += bool(out.scheduled)
+        stats.prefill_tokens += sum(step.prefill.values())
+        stats.decode_tokens += sum(step.decode.values())
+        stats.token_forwards += sum(step.prefill.values()) + sum(step.decode.values())
+        stats.preemptions += len(out.preempted)
+        for share in out.scheduled:
+            request = share.request
+            if request.request_id in out.admitted and request.num_preemptions == 0:
+                stats.prefix_cache_queries += request.num_tokens
+                stats.prefix_cache_hits += out.admitted[request.request_id]
+        stats.peak_blocks = max(stats.peak_blocks, kv.pool.num_blocks - 1 - kv.pool.num_free)
+
+    def _make_client(
+        self, prompt: Prompt, params: SamplingParams, *, priority: int, cache_salt: str | None
+    ) -> _Client:
+        """Check a request and number it; it is not queued yet."""
+        text = prompt if isinstance(prompt, str) else None
+        token_ids = self._check_token_ids(
+            self._need_tokenizer().encode(text) if text is not None else prompt
+        )
+        if len(token_ids) >= self.max_model_len:
+            raise ValueError(
+                f"the prompt has {len(token_ids)} tokens, which leaves no room for output in "
+                f"max_model_len={self.max_model_len}: shorten it, or raise max_model_len (and "
+                "num_blocks or kv_cache_memory_bytes with it)"
+            )
+        if params.stop:
+            self._need_tokenizer()
+        self._num_requests += 1
+        request = Request(
+            request_id=str(self._num_requests - 1),
+            token_ids=token_ids,
+            params=params,
+            rng=self._rng if params.seed is None else random.Random(params.seed),
+            eos_token_ids=self._eos_token_ids,
+            priority=priority,
+            arrival=self._num_requests,
+            cache_salt=cache_salt,
+        )
+        detokenizer = Detokenizer(self.tokenizer, params.stop) if self.tokenizer else None
+        return _Client(request, text, detokenizer)
+
+    def _add(self, client: _Client) -> None:
+        self._clients[client.request.request_id] = client
+        self.scheduler.add(client.request)
+
+    def _check_token_ids(self, token_ids: Any) -> list[int]:
+        if len(token_ids) == 0:
+            raise ValueError("the prompt is empty: the model needs at least one token")
+        if not all(_is_token_id(token) for token in token_ids):
+            raise ValueError("a prompt must be a text or a list of whole numbers (token ids)")
+        size = self.config.vocab_size
+        ids = [operator.index(token) for token in token_ids]
+        bad = next((token for token in ids if not 0 <= token < size), None)
+        if bad is not None:
+            raise ValueError(f"token id {bad} is outside the vocabulary (0 to {size - 1})")
+        return ids
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ValueError(
+                "the model folder has no tokenizer.json: give prompts as token ids, without stop "
+                "strings"
+            )
+        return self.tokenizer
+
+
+def _is_token_id(value: Any) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+def _one_each(value: Any, count: int, name: str) -> list[Any]:
+    if not isinstance(value, Sequence):
+        return [value] * count
+    if len(value) != count:
+        raise ValueError(f"{count} prompts but {len(value)} {name}: give one, or one for each")
+    return list(value)
+
+
+def _dtype(name: str, raw: Mapping[str, Any]) -> torch.dtype:
+    if name == "auto":  # "torch_dtype" before transformers 5
+        name = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in dtypes:
+        raise ValueError(f"dtype must be auto, {', '.join(dtypes)}; got {name!r}")
+    return dtypes[name]
+
+
+def _device(name: str) -> torch.device:
+    if name not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device must be auto, cpu or cuda; got {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda', but this torch sees no GPU: use 'cpu' or 'auto'")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def _max_model_len(asked: int | None, model_limit: int, pool_tokens: int) -> int:
+    """A request that is alone must always fit, else it would be preempted for ever. vLLM checks
+    the same at start (v1/core/kv_cache_utils.py, `check_enough_kv_cache_memory`)."""
+    if asked is None:
+        return min(model_limit, pool_tokens)
+    if asked < 2:
+        raise ValueError(f"max_model_len must be at least 2, a token in and one out; got {asked}")
+    if asked > model_limit:
+        raise ValueError(f"max_model_len={asked}, but the model was made for {model_limit} tokens")
+    if asked > pool_tokens:
+        raise ValueError(
+            f"max_model_len={asked}, but the KV cache holds {pool_tokens} tokens: lower it, or "
+            "raise num_blocks or kv_cache_memory_bytes"
+        )
+    return asked

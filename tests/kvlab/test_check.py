@@ -1,0 +1,151 @@
+"""Verdicts: what a check says about right, wrong, open and badly behaved answers."""
+
+import time
+
+import pytest
+
+from kvlab import check as check_module
+from kvlab.check import Exercise, NotPassed, Wrong, check, hint, judge
+from kvlab.exercises import find, load_all
+
+ALL = load_all()
+
+
+def _exercise(function):
+    return Exercise(
+        id="99.1",
+        title="A test",
+        minutes=1,
+        difficulty=1,
+        kind="build",
+        roles=("backend",),
+        check=function,
+        hints=("first", "second"),
+        wrong=(),
+    )
+
+
+def _double(answer):
+    if answer(3) != 6:
+        raise Wrong("3 doubled is not that")
+    return "doubled"
+
+
+@pytest.mark.parametrize(
+    ("exercise_id", "wrong"),
+    [(e.id, wrong) for e in ALL.values() for wrong in e.wrong],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_plausible_wrong_answers_fail(exercise_id, wrong):
+    verdict = judge(ALL[exercise_id], wrong)
+    assert verdict.state == "failed", verdict
+
+
+@pytest.mark.parametrize("exercise", ALL.values(), ids=lambda e: e.id)
+def test_every_exercise_is_complete(exercise):
+    assert len(exercise.wrong) >= 4
+    assert exercise.hints
+    assert exercise.minutes > 0
+    assert exercise.roles
+
+
+def test_unknown_exercise_names_those_there_are():
+    with pytest.raises(KeyError, match=r"00\.1"):
+        find("77.7")
+
+
+@pytest.mark.parametrize("stub", [..., {"a": ..., "b": 1}, [..., ...], (1, ...)])
+def test_dots_are_not_tried(stub):
+    assert judge(_exercise(_double), stub).state == "not tried"
+
+
+def test_unwritten_function_is_not_tried():
+    def answer(x):
+        raise NotImplementedError
+
+    assert judge(_exercise(_double), answer).state == "not tried"
+
+
+def test_right_answer_passes():
+    assert judge(_exercise(_double), lambda x: 2 * x).state == "passed"
+
+
+def test_exception_becomes_a_verdict():
+    verdict = judge(_exercise(_double), lambda x: 1 / 0)
+    assert verdict.state == "failed"
+    assert "ZeroDivisionError" in verdict.text
+
+
+def test_system_exit_becomes_a_verdict():
+    def answer(x):
+        raise SystemExit
+
+    assert judge(_exercise(_double), answer).state == "failed"
+
+
+def test_endless_loop_is_stopped_even_if_it_swallows_exceptions(monkeypatch):
+    monkeypatch.setattr(check_module, "TIME_LIMIT_SECONDS", 1)
+
+    def answer(x):
+        while True:
+            try:
+                time.sleep(0.01)
+            except Exception:
+                pass
+
+    verdict = judge(_exercise(_double), answer)
+    assert verdict.state == "failed"
+    assert "still running" in verdict.text
+
+
+def test_endless_recursion_becomes_a_verdict():
+    def answer(x):
+        return answer(x + 1)
+
+    verdict = judge(_exercise(_double), answer)
+    assert verdict.state == "failed"
+
+
+def test_prints_of_an_answer_are_bounded(capsys):
+    def answer(x):
+        print("y" * 1_000_000)
+        return 2 * x
+
+    assert judge(_exercise(_double), answer).state == "passed"
+    printed = capsys.readouterr().out
+    assert len(printed) < 2 * check_module.PRINT_LIMIT_CHARACTERS
+    assert "left out" in printed
+
+
+def test_a_value_is_judged_on_a_copy():
+    def spoil(answer):
+        answer["kept"] = False
+        return "fine"
+
+    mine = {"kept": True}
+    assert judge(_exercise(spoil), mine).state == "passed"
+    assert mine == {"kept": True}
+
+
+def test_check_shows_and_does_not_raise(capsys, monkeypatch):
+    monkeypatch.delenv("KVLAB_STRICT", raising=False)
+    check("00.1", {"without cache": ..., "with cache": ...})
+    assert "not tried" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("answer", [..., {"without cache": 1, "with cache": 1}])
+def test_strict_raises_for_anything_but_passed(monkeypatch, answer):
+    monkeypatch.setenv("KVLAB_STRICT", "1")
+    with pytest.raises(NotPassed, match=r"00\.1"):
+        check("00.1", answer)
+
+
+def test_hints_come_in_stages(capsys, monkeypatch):
+    monkeypatch.setattr(check_module, "_hints_given", {})
+    exercise = find("00.1")
+    for _ in range(len(exercise.hints) + 1):
+        hint("00.1")
+    printed = capsys.readouterr().out
+    for text in exercise.hints:
+        assert printed.count(text) == 1
+    assert "No further hint" in printed

@@ -1,0 +1,423 @@
+"""Whatever ends, and however: no process, port or temporary folder of an engine is left."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import http.server
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import psutil
+import pytest
+from nbclient import NotebookClient
+from stand_in import StandIn
+
+from kvlab import supervisor
+from kvlab.engines import base
+from kvlab.engines.base import EngineError
+
+Facts = dict[str, Any]
+PROGRAM = Path(__file__).with_name("stand_in.py")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    # tmp_path would be too long for the sockets of an engine.
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("KVLAB_CACHE", folder)
+        yield Path(folder)
+
+
+def runs(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def within(seconds: float, condition: Callable[[], bool]) -> bool:
+    until = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return True
+    return False
+
+
+def left(facts: Facts) -> dict[str, Any]:
+    """What is still there of a run."""
+    pids = [facts["supervisor"], facts["engine"], *facts["tree"]]
+    found: dict[str, Any] = {}
+    if alive := [pid for pid in pids if runs(pid)]:
+        found["processes"] = alive
+    if not is_free(facts["port"]):
+        found["port"] = facts["port"]
+    if Path(facts["folder"]).exists():
+        found["folder"] = facts["folder"]
+    return found
+
+
+def assert_nothing_left(facts: Facts, seconds: float = 10) -> None:
+    within(seconds, lambda: not left(facts))
+    assert left(facts) == {}
+
+
+@contextlib.contextmanager
+def starter(*words: str) -> Iterator[tuple[subprocess.Popen[str], Facts]]:
+    """A process that started a stand-in, in a group of its own as in a terminal."""
+    process = subprocess.Popen(
+        [sys.executable, str(PROGRAM), *words],
+        stdout=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    )
+    assert process.stdout is not None
+    with process:
+        facts = json.loads(process.stdout.readline())
+        assert len(facts["tree"]) == 7
+        assert set(left(facts)) == {"folder"} | ({"processes", "port"} if process else set())
+        try:
+            yield process, facts
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_stop_leaves_nothing() -> None:
+    with StandIn() as engine:
+        engine.start()
+        facts = engine.facts()
+        assert engine.is_alive and engine.pid == facts["engine"]
+        assert set(left(facts)) == {"processes", "port", "folder"}
+    assert left(facts) == {}
+    assert not engine.is_alive
+    assert "serving" in engine.log.read_text()
+    engine.stop()  # a second time: nothing happens
+
+
+def test_an_exception_in_the_with_block_stops_it() -> None:
+    with pytest.raises(ZeroDivisionError), StandIn() as engine:
+        facts = engine.start().facts()
+        _ = 1 / 0
+    assert left(facts) == {}
+
+
+def test_restart_gives_another_tree() -> None:
+    with StandIn("sane") as engine:
+        before = engine.start().facts()
+        after = engine.restart().facts()
+        assert left(before) == {}
+        assert after["engine"] != before["engine"] and engine.is_alive
+    assert left(after) == {}
+
+
+def test_a_forgotten_engine_is_stopped() -> None:
+    engine = StandIn().start()
+    facts = engine.facts()
+    del engine
+    gc.collect()
+    assert left(facts) == {}
+
+
+def test_an_interpreter_that_exits_stops_it() -> None:
+    with starter("return") as (process, facts):
+        assert process.wait(20) == 0
+        assert left(facts) == {}  # not merely soon: it waited for that
+
+
+def test_starter_killed() -> None:
+    with starter("start") as (process, facts):
+        process.kill()
+        process.wait()
+        assert_nothing_left(facts)
+
+
+def test_starter_killed_while_a_fork_of_it_holds_the_pipe() -> None:
+    with starter("fork") as (process, facts):
+        process.kill()
+        process.wait()
+        assert_nothing_left(facts)
+
+
+def test_starter_killed_while_the_engine_is_stopped() -> None:
+    with starter("start") as (process, facts):
+        for pid in [facts["engine"], *facts["tree"]]:
+            os.kill(pid, signal.SIGSTOP)
+        process.kill()
+        process.wait()
+        assert_nothing_left(facts)
+
+
+def test_ctrl_c_in_the_terminal() -> None:
+    with starter("start") as (process, facts):
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(20)
+        assert_nothing_left(facts)
+
+
+def test_ctrl_c_does_not_reach_the_engine_itself() -> None:
+    with starter("start") as (process, facts):
+        assert os.getpgid(facts["supervisor"]) != process.pid
+        assert os.getsid(facts["engine"]) not in (process.pid, os.getsid(process.pid))
+
+
+def test_a_fork_of_the_starter_that_exits_stops_nothing() -> None:
+    with StandIn() as engine:
+        engine.start()
+        child = os.fork()
+        if child == 0:
+            engine.stop()
+            os._exit(0)
+        os.waitpid(child, 0)
+        time.sleep(0.3)
+        assert engine.is_alive
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_supervisor_asked_to_end(number: signal.Signals) -> None:
+    with StandIn() as engine:
+        facts = engine.start().facts()
+        os.kill(facts["supervisor"], number)
+        assert_nothing_left(facts)
+
+
+def test_supervisor_killed_then_stop() -> None:
+    with StandIn() as engine:
+        facts = engine.start().facts()
+        os.kill(facts["supervisor"], signal.SIGKILL)
+        assert within(5, lambda: not engine.is_alive)  # PR_SET_PDEATHSIG
+        # What it does not cover is there until stop().
+        assert any(runs(pid) for pid in facts["tree"])
+    assert left(facts) == {}
+
+
+def test_supervisor_stopped_then_stop() -> None:
+    with StandIn() as engine:
+        facts = engine.start().facts()
+        os.kill(facts["supervisor"], signal.SIGSTOP)
+    assert left(facts) == {}
+
+
+def test_supervisor_and_starter_killed_then_another_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base.Server, "grace", 0.5)
+    with starter("start") as (process, facts), StandIn() as bystander:
+        bystander.start()
+        os.kill(facts["supervisor"], signal.SIGKILL)
+        process.kill()
+        process.wait()
+        assert within(5, lambda: not runs(facts["supervisor"]))
+        assert left(facts)
+        with StandIn() as engine:
+            engine.start()
+            assert_nothing_left(facts, 1)
+            assert engine.is_alive and bystander.is_alive
+
+
+def test_engine_killed() -> None:
+    with StandIn() as engine:
+        facts = engine.start().facts()
+        os.kill(facts["engine"], signal.SIGKILL)
+        assert_nothing_left(facts)
+        assert not engine.is_alive
+        began = time.monotonic()
+        with pytest.raises(EngineError, match=r"killed by signal 9 .*memory") as error:
+            with engine._talking() as http:
+                http.get("/health")
+        assert time.monotonic() - began < 5
+        assert str(engine.log) in str(error.value)
+        with pytest.raises(EngineError, match=r"restart\(\)"):
+            with engine._talking() as http:
+                http.get("/health")
+
+
+def test_starts_and_stops_leak_nothing() -> None:
+    def held() -> tuple[set[str], int]:
+        gc.collect()
+        return set(os.listdir("/proc/self/fd")), threading.active_count()
+
+    with StandIn("sane").start():
+        pass
+    before = held()
+    trees = []
+    for _ in range(20):
+        with StandIn("sane") as engine:
+            trees.append(engine.start().facts())
+    assert held() == before
+    assert [facts for facts in trees if left(facts)] == []
+    assert len(list((base.paths.cache() / "logs").iterdir())) == 20  # of 21
+
+
+def test_start_is_fast() -> None:
+    """The supervisor itself starts without the site-packages, so without the notebook's weight."""
+    with StandIn("sane").start() as engine:
+        command = psutil.Process(engine.facts()["supervisor"]).cmdline()
+        assert command[1:3] == ["-I", "-S"]
+
+
+def test_a_command_that_does_not_exist() -> None:
+    class Nowhere(StandIn):
+        def _command(self, port: int) -> list[str]:
+            return ["/nowhere/python"]
+
+    with pytest.raises(EngineError, match="/nowhere/python"):
+        Nowhere().start()
+    assert list((base.paths.cache() / "tmp").iterdir()) == []
+
+
+def test_an_engine_that_ends_says_why() -> None:
+    with pytest.raises(EngineError) as error:
+        StandIn("wrong").start()
+    lines = str(error.value).splitlines()
+    assert "ended before it was ready: exit status 3" in lines[0]
+    assert lines[1:-1] == ["  ValueError: the moon is full"]
+    assert error.value.log is not None and str(error.value.log) in lines[-1]
+    assert list((base.paths.cache() / "tmp").iterdir()) == []
+
+
+def test_an_engine_that_is_never_ready() -> None:
+    engine = StandIn("mute", deadline=1.5)
+    with pytest.raises(EngineError, match=r"not ready after 1\.5 s"):
+        engine.start()
+    assert not engine.is_alive
+    assert list((base.paths.cache() / "tmp").iterdir()) == []
+
+
+def test_a_port_in_use() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(EngineError, match=f"Port {port} is in use"):
+            StandIn(port=port).start()
+
+
+def test_a_port_taken_while_it_starts_is_changed_once() -> None:
+    class Unlucky(StandIn):
+        def __init__(self, times: int) -> None:
+            super().__init__("sane")
+            self.taken = [socket.socket() for _ in range(times)]
+            self.seen: list[int] = []
+
+        def _command(self, port: int) -> list[str]:
+            if len(self.seen) < len(self.taken):
+                self.taken[len(self.seen)].bind(("127.0.0.1", port))
+                self.taken[len(self.seen)].listen()
+            self.seen.append(port)
+            return super()._command(port)
+
+    with Unlucky(1) as engine:
+        engine.start()
+        assert engine.is_alive and engine.port == engine.seen[1] != engine.seen[0]
+        engine.taken[0].close()
+    with Unlucky(2) as engine, pytest.raises(EngineError, match="was taken by another program"):
+        engine.start()
+    for taken in engine.taken:
+        taken.close()
+
+
+def test_an_answer_from_somebody_elses_server_is_not_taken_for_its_own() -> None:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    class Deceived(StandIn):
+        def _command(self, port: int) -> list[str]:
+            self.other = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
+            threading.Thread(target=self.other.serve_forever, daemon=True).start()
+            return super()._command(port)
+
+    engine = Deceived("mute", deadline=1.5)
+    with pytest.raises(EngineError, match="not ready"):
+        engine.start()
+    engine.other.shutdown()
+    engine.other.server_close()
+
+
+def test_a_long_cache_path_still_gives_short_sockets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVLAB_CACHE", str(tmp_path / ("long" * 20) / "a path with spaces"))
+    with StandIn("sane") as engine:
+        facts = engine.start().facts()
+        with socket.socket(socket.AF_UNIX) as name:
+            name.bind(facts["folder"] + "/0b486a68-a7ec-428d-8571-59c07be1f5d9")
+    assert left(facts) == {}
+
+
+def test_a_pid_that_was_used_again_is_not_ended() -> None:
+    with subprocess.Popen(["sleep", "60"]) as other:
+        now = supervisor.identify(other.pid)
+        assert now is not None
+        before = supervisor.Process(now.pid, now.started - 1)
+        supervisor.send(before, signal.SIGKILL)
+        assert not supervisor.alive(before) and supervisor.alive(now)
+        supervisor.send(now, signal.SIGKILL)
+        assert other.wait(5) == -signal.SIGKILL
+    supervisor.send(now, signal.SIGKILL)  # gone: nothing happens
+
+
+def test_a_container_limit_counts_as_memory() -> None:
+    available = base.available_memory()
+    assert 0 < available <= psutil.virtual_memory().total
+
+
+NOTEBOOK = f"""
+import sys
+sys.path[:0] = [{str(PROGRAM.parent)!r}, {str(PROGRAM.parents[2] / "shared")!r}]
+from stand_in import StandIn
+engine = StandIn("sane", "late").start()
+"""
+
+
+def test_progress_in_a_notebook_leaves_one_stable_line(tmp_path: Path) -> None:
+    notebook = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(NOTEBOOK), nbformat.v4.new_code_cell("engine.stop()")]
+    )
+    seen: list[str] = []
+
+    class Client(NotebookClient):
+        def process_message(self, msg: Any, cell: Any, cell_index: int) -> Any:
+            if "display_data" in msg["msg_type"]:
+                seen.append(msg["content"]["data"]["text/plain"])
+            return super().process_message(msg, cell, cell_index)
+
+    Client(notebook, timeout=60, kernel_name="python3").execute()
+    assert [output.data["text/plain"] for output in notebook.cells[0].outputs] == [
+        "stand-in with nothing"
+    ]
+    assert seen[0] == seen[-1] == "stand-in with nothing"
+    assert any("starting, 1 s" in text for text in seen)
+    # And nbval, which compares what a display showed first, agrees.
+    path = tmp_path / "progress.ipynb"
+    nbformat.write(notebook, path)
+    compared = subprocess.run(
+        [sys.executable, "-m", "pytest", "--nbval", "--nbval-current-env", "-q", str(path)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert compared.returncode == 0, compared.stdout
