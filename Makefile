@@ -7,7 +7,7 @@ BARE = @PYTHONPATH=shared "$(PYTHON)" -m
 # Makes .venv whole, then runs a command of `kvlab` in it.
 KVLAB = $(BARE) kvlab.setup
 
-.PHONY: help lab setup test doctor pins notebooks clean clean-cache
+.PHONY: help lab setup test test-python doctor pins notebooks clean clean-cache
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /    make \1\t/p' Makefile | expand -t 24
@@ -21,6 +21,9 @@ setup: ## the same without the server, for use inside a Jupyter that runs alread
 test: ## set up what is missing and run all tests
 	$(KVLAB) test
 
+test-python: ## run the packages' tests under another Python: PYTHON=/path/to/python3.12
+	@.venv/bin/python -m kvlab.cli test-python "$(PYTHON)"
+
 doctor: ## what can this machine run, and why not the rest
 	$(BARE) kvlab.doctor
 
@@ -28,7 +31,7 @@ pins: ## resolve requirements/*.in into the pins files
 	$(KVLAB) pins
 
 notebooks: ## execute chapters and solutions, and make the labs from the solutions
-	$(KVLAB) labs
+	$(KVLAB) notebooks
 
 clean: ## remove .venv and leftovers in the checkout; my/ stays
 	$(BARE) kvlab.clean

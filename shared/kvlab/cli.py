@@ -2,27 +2,66 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kvlab.paths import SetupError, run_plainly
+from kvlab.paths import SetupError, cache, run_plainly, size
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="The apparatus of Follow the Request."
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="The apparatus of Follow the Request.",
 )
+
+Record = Annotated[bool, typer.Option(help="Write what it took to results/.")]
 
 
 @app.command()
 def setup(
     engines: Annotated[bool, typer.Option(help="Make the engines' environments too.")] = True,
+    record: Record = False,
 ) -> None:
     """Set up what is missing and register the Jupyter kernel for the user."""
     from kvlab import setup
 
     setup.complete(user_kernel=True, engines=engines)
     print("Everything is set up. In Jupyter, choose the kernel 'Follow the Request'.")
+    if record:
+        _record_setup()
+
+
+def _record_setup() -> None:
+    """results/setup.json: what a set-up from nothing took, and what a second one takes."""
+    import subprocess
+
+    from kvlab import environments, report
+    from kvlab.paths import ROOT, VENV
+
+    if "KVLAB_BEGAN" not in os.environ:
+        raise SetupError("A record wants the whole way: `python3 -m kvlab.setup setup --record`.")
+    seconds = time.time() - float(os.environ["KVLAB_BEGAN"])
+    began = time.monotonic()
+    again = [sys.executable, "-m", "kvlab.setup", "setup"]
+    subprocess.run(again, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    device = environments.device()
+    cores = len(os.sched_getaffinity(0))
+    report.record(
+        "setup",
+        "set-up with an empty cache folder, to the passed self-check",
+        {"device": device, "cores": cores},
+        {
+            "minutes": round(seconds / 60, 1),
+            "again_seconds": round(time.monotonic() - began),
+            "disk_gb": round((size(cache()) + size(VENV)) / 1e9, 1),
+            "conditions_text": f"{cores} cores, {device} builds",
+        },
+    )
 
 
 @app.command()
@@ -33,21 +72,44 @@ def lab(
     from kvlab import jupyter, setup
 
     setup.complete()
-    jupyter.serve(port)
+    jupyter.lab(port)
 
 
-@app.command()
-def test() -> None:
+@app.command("test")
+def run_tests(record: Record = False) -> None:
     """Set up what is missing and run all tests."""
-    from kvlab import setup, suites
+    from kvlab import environments, report, setup, suites
 
     setup.complete(check=False)
-    raise typer.Exit(suites.run())
+    code, rows = suites.run()
+    if record and code == 0:
+        cores, device = len(os.sched_getaffinity(0)), environments.device()
+        report.record(
+            "tests",
+            "make test, each suite's minutes",
+            {"device": device, "cores": cores},
+            {
+                "minutes": round(sum(float(row["minutes"]) for row in rows), 1),
+                "suites": rows,
+                "conditions_text": f"{cores} cores, {device} builds",
+            },
+        )
+    raise typer.Exit(code)
+
+
+@app.command("test-python")
+def test_python(python: Annotated[Path, typer.Argument(help="Another Python.")]) -> None:
+    """Run both packages' tests that need no engine under another Python, 3.11 or 3.12."""
+    from kvlab import suites
+
+    raise typer.Exit(suites.under(python))
 
 
 @app.command()
 def doctor(
-    deep: Annotated[bool, typer.Option(help="Check the model's bytes and import torch too.")] = False,
+    deep: Annotated[
+        bool, typer.Option(help="Check the model's bytes and import torch and vLLM too.")
+    ] = False,
 ) -> None:
     """Say in one table what this machine can run, and why not the rest."""
     from kvlab import doctor
@@ -64,11 +126,57 @@ def selfcheck() -> None:
 
 
 @app.command()
+def run(name: Annotated[str, typer.Argument(help="Such as labs/00 or my/00.")]) -> None:
+    """Execute a notebook in the terminal and print its checks."""
+    from kvlab import notebooks
+
+    try:
+        notebooks.run(name)
+    except notebooks.NotebookError as error:
+        raise SetupError(str(error)) from error
+
+
+@app.command("notebooks")
+def make_notebooks(
+    prefixes: Annotated[list[str] | None, typer.Argument(help="Such as 00; default: all.")] = None,
+    check: Annotated[bool, typer.Option(help="Only say which labs are out of step.")] = False,
+) -> None:
+    """Execute chapters and solutions, and make the labs from the solutions."""
+    from kvlab import notebooks
+
+    try:
+        if not check:
+            notebooks.make(prefixes or ())
+        elif stale := notebooks.stale_labs():
+            raise SetupError("\n".join(stale))
+    except notebooks.NotebookError as error:
+        raise SetupError(str(error)) from error
+
+
+@app.command()
+def pages() -> None:
+    """Bring the measured figures in README and CONTRIBUTING up to date."""
+    from kvlab import report
+
+    print("Changed:", ", ".join(report.fill_pages()) or "nothing")
+
+
+@app.command()
 def pins() -> None:
     """Resolve requirements/*.in into the pins files."""
     from kvlab import pins
 
     pins.make()
+
+
+@app.command()
+def clean(
+    cache: Annotated[bool, typer.Option(help="The cache folder, not the checkout.")] = False,
+) -> None:
+    """Remove .venv and leftovers in the checkout, or the cache folder."""
+    from kvlab import clean
+
+    clean.cache_folder() if cache else clean.checkout()
 
 
 def main() -> None:

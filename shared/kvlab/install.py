@@ -75,9 +75,8 @@ def uv_options(settings: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
         flags += ["--index", index]
     for place in words("find-links"):
         # pip overlooks a folder that is not there; to uv it is an error.
-        if "://" in place and not place.startswith("file:"):
-            flags += ["--find-links", place]
-        elif os.path.exists(unquote(urlsplit(place).path)):
+        remote = "://" in place and not place.startswith("file:")
+        if remote or os.path.exists(unquote(urlsplit(place).path)):
             flags += ["--find-links", place]
     for file in words("constraint"):
         flags += ["--constraint", file]
@@ -97,7 +96,7 @@ def uv_options(settings: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
     return flags, variables
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Run in the child: ask the kernel for SIGTERM should the set-up be killed."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -127,7 +126,7 @@ def run_shown(
         stderr=writer,
         env=dict(environment),
         pass_fds=tuple(keep_open),
-        preexec_fn=_die_with_parent,
+        preexec_fn=die_with_parent,
     ) as process:
         os.close(writer)
         output = b""
@@ -186,11 +185,8 @@ def failure(what: str, output: str) -> SetupError:
     starts = [n for n, line in enumerate(lines) if re.match(r"error|WARNING: Retrying", line)]
     telling = lines[starts[-1] :] if starts else lines
     said = "\n".join("    " + line for line in telling[-8:])
-    for pattern, reason, cure in _CURES:
-        if re.search(pattern, output):
-            break
-    else:
-        reason, cure = "the installer stopped", "Its own words above say why."
+    known = ((reason, cure) for pattern, reason, cure in _CURES if re.search(pattern, output))
+    reason, cure = next(known, ("the installer stopped", "Its own words above say why."))
     return SetupError(
         f"{what} could not be installed: {reason}.\n{said}\n{cure}\n"
         "Then run the same command again: it goes on, and downloads nothing twice."
@@ -225,6 +221,9 @@ class Installer:
         if device == "cuda":
             # A configuration that offers torch's CPU build too must not win here.
             self.pip(python, [*listed, f"torch!={TORCH}+cpu"], what)
+            return
+        if f"torch=={TORCH}" not in file.read_text().splitlines():
+            self.pip(python, listed, what)
             return
         extra = self._cpu_torch(python)
         if extra is None:

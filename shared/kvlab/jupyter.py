@@ -1,13 +1,21 @@
-"""The course's place in Jupyter: its kernel, the learner's copies, the server."""
+"""The course's place in Jupyter: its kernel, its settings, its server."""
 
 from __future__ import annotations
 
 import json
 import os
 import secrets
-import shutil
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlencode
+
+import httpx
 
 from kvlab.paths import ROOT, SetupError, make_cache
 
@@ -17,9 +25,7 @@ TITLE = "Follow the Request"
 # Read by JupyterLab from the environment it runs in: Markdown opens rendered,
 # and no news is asked about or fetched.
 _LAB_SETTINGS = {
-    "@jupyterlab/docmanager-extension:plugin": {
-        "defaultViewers": {"markdown": "Markdown Preview"}
-    },
+    "@jupyterlab/docmanager-extension:plugin": {"defaultViewers": {"markdown": "Markdown Preview"}},
     "@jupyterlab/apputils-extension:notification": {
         "fetchNews": "false",
         "checkForUpdates": False,
@@ -45,40 +51,21 @@ def register(user: bool) -> None:
         print(f"Registered the Jupyter kernel {TITLE!r} in {place}.")
 
 
-def copy_labs() -> None:
-    """Copy each lab to my/, where the learner works; a copy that is there stays."""
-    for lab in sorted((ROOT / "labs").glob("*.ipynb")):
-        copy = ROOT / "my" / lab.name
-        if not copy.exists():
-            copy.parent.mkdir(exist_ok=True)
-            shutil.copyfile(lab, copy)
-            print(f"Copied labs/{lab.name} to my/{lab.name}: work there.")
-
-
-def serve(port: int) -> None:
-    """Run JupyterLab for the checkout on 127.0.0.1 until Ctrl-C.
-
-    port: the first one to try; the next free one is taken.
-    """
+def _options(root: Path, port: int, token: str) -> list[str]:
+    """JupyterLab's command line for the course. Sets what its processes inherit, too."""
     for kind in ("config", "data", "runtime"):
         os.environ[f"JUPYTER_{kind.upper()}_DIR"] = str(make_cache("jupyter", kind))
     os.environ["IPYTHONDIR"] = str(make_cache("jupyter", "ipython"))
     # So that `kvlab` and `python` in a JupyterLab terminal are the course's own.
-    os.environ["PATH"] = f"{Path(sys.prefix) / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
+    os.environ["PATH"] = f"{sys.prefix}/bin{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     os.environ["VIRTUAL_ENV"] = sys.prefix
-    from jupyter_server.serverapp import list_running_servers
-    from jupyterlab.labapp import LabApp
-
-    others = [s for s in list_running_servers() if Path(s["root_dir"]) == ROOT]
-    token = secrets.token_urlsafe(24)
-    arguments = [
+    return [
         "--ServerApp.ip=127.0.0.1",
         f"--ServerApp.port={port}",
         f"--IdentityProvider.token={token}",
-        f"--ServerApp.root_dir={ROOT}",
+        f"--ServerApp.root_dir={root}",
         "--ServerApp.default_url=/lab/tree/README.md",
         f"--ServerApp.allow_root={os.geteuid() == 0}",
-        f"--ServerApp.open_browser={has_display()}",
         "--ServerApp.answer_yes=True",
         "--ServerApp.log_level=WARN",
         f"--MultiKernelManager.default_kernel_name={KERNEL}",
@@ -89,8 +76,22 @@ def serve(port: int) -> None:
         # only a cache of file ids.
         f"--FileIdManager.db_path={make_cache('jupyter', 'data') / 'file_ids.db'}",
     ]
+
+
+def lab(port: int) -> None:
+    """Run JupyterLab for the checkout on 127.0.0.1 until Ctrl-C.
+
+    port: the first one to try; the next free one is taken.
+    """
+    token = secrets.token_urlsafe(24)
+    options = _options(ROOT, port, token)
+    from jupyter_server.serverapp import list_running_servers
+    from jupyterlab.labapp import LabApp
+
+    others = [server for server in list_running_servers() if Path(server["root_dir"]) == ROOT]
+    options += [f"--ServerApp.open_browser={has_display()}"]
     try:
-        app = LabApp.initialize_server(argv=arguments)
+        app = LabApp.initialize_server(argv=options)
     except SystemExit as error:
         raise SetupError(
             "JupyterLab did not start; its own words above say why.\n"
@@ -107,6 +108,62 @@ def serve(port: int) -> None:
         flush=True,
     )
     app.start()
+
+
+@dataclass(frozen=True)
+class Running:
+    """A JupyterLab started by serve()."""
+
+    pid: int
+    port: int
+    token: str
+
+    def url(self, place: str = "lab", reset: bool = False) -> str:
+        """The address of a page, with the token; reset: with an empty workspace."""
+        query = urlencode({"token": self.token})
+        return f"http://127.0.0.1:{self.port}/{place}?{'reset&' if reset else ''}{query}"
+
+
+@contextmanager
+def serve(root: Path, open_app_in_browser: bool = False) -> Iterator[Running]:
+    """A JupyterLab over the folder `root`, in a process of its own, for tests.
+
+    open_app_in_browser: give scripts in the page the object window.jupyterapp.
+    Raises SetupError with its last words if it does not answer within a minute.
+    """
+    from kvlab.engines.base import free_port
+    from kvlab.install import die_with_parent
+
+    token, port = secrets.token_urlsafe(24), free_port()
+    command = [sys.executable, "-m", "jupyterlab", *_options(root, port, token)]
+    command += ["--ServerApp.open_browser=False", "--ServerApp.port_retries=0"]
+    command += [f"--LabApp.expose_app_in_browser={open_app_in_browser}"]
+    log = make_cache("logs") / f"jupyterlab-{port}.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, preexec_fn=die_with_parent
+        )
+    running = Running(process.pid, port, token)
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                if httpx.get(running.url("api/status"), trust_env=False).is_success:
+                    break
+            except httpx.TransportError:
+                pass
+            if process.poll() is not None or time.monotonic() > deadline:
+                said = "\n".join(log.read_text().splitlines()[-5:])
+                raise SetupError(f"JupyterLab did not start ({log}):\n{said}")
+            time.sleep(0.2)
+        yield running
+    finally:
+        process.send_signal(signal.SIGTERM)  # it ends its kernels, then itself
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def has_display() -> bool:

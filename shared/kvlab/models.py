@@ -122,15 +122,15 @@ def _convert(source: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    read = {"pretrained_model_name_or_path": source, "gguf_file": _GGUF}
-    AutoTokenizer.from_pretrained(**read).save_pretrained(folder)
-    weights = AutoModelForCausalLM.from_pretrained(**read, dtype=torch.bfloat16)
+    AutoTokenizer.from_pretrained(source, gguf_file=_GGUF).save_pretrained(folder)
+    weights = AutoModelForCausalLM.from_pretrained(source, gguf_file=_GGUF, dtype=torch.float32)
     # The config that was read says "quantized"; a fresh one has no trace of it.
     about = weights.config.to_dict()
     for trace in ("quantization_config", "_name_or_path", "_model_name_or_path"):
         about.pop(trace, None)
-    plain = LlamaForCausalLM(LlamaConfig(**about)).to(torch.bfloat16)
+    plain = LlamaForCausalLM(LlamaConfig(**about))
     plain.load_state_dict(weights.state_dict())
+    plain.bfloat16()
     plain.save_pretrained(folder)
 
 
@@ -214,7 +214,7 @@ def _from_hub(name: str) -> Path:
         raise ModelError(
             f"{name} is not in {store} yet, and could not be downloaded from the hub:\n"
             f"    {str(error).splitlines()[0]}\n"
-            f'Without a network, {", ".join(_RECIPES)} are there.'
+            f"Without a network, {', '.join(_RECIPES)} are there."
         ) from error
 
 

@@ -129,15 +129,6 @@ def size(folder: Path) -> int:
     return total
 
 
-def chromium() -> Path | None:
-    """The Chromium (or Chrome) that drives the browser test, if this machine has one."""
-    for name in ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"):
-        found = shutil.which(name)
-        if found:
-            return Path(found)
-    return None
-
-
 def run_plainly(step: Callable[[], object]) -> int:
     """Run a step of the set-up; what goes wrong becomes a sentence and an exit code."""
     try:

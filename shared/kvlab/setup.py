@@ -110,9 +110,7 @@ def ensure_venv() -> None:
                     f"    sudo apt install python{version}-venv\nThen run the same command again."
                 )
             base = getattr(sys, "_base_executable", sys.executable)
-            code, output = run_shown(
-                [base, "-m", "venv", str(VENV)], clean_environment(), [held]
-            )
+            code, output = run_shown([base, "-m", "venv", str(VENV)], clean_environment(), [held])
             if code:
                 raise failure(what, output)
         file = environments.pins("notebook", wanted["device"])
@@ -137,13 +135,15 @@ def complete(user_kernel: bool = False, engines: bool = True, check: bool = True
     user_kernel: register the Jupyter kernel for the user, not only in .venv.
     engines: make the engines' environments. check: compare three ways to run a model.
     """
-    from kvlab import environments, jupyter, models, selfcheck
+    from kvlab import environments, jupyter, models, notebooks, selfcheck
+    from kvlab.paths import ROOT
 
     if engines:
         environments.build("vllm")
     models.get(models.DEFAULT)
     jupyter.register(user_kernel)
-    jupyter.copy_labs()
+    for copy in notebooks.copy_labs(ROOT / "my"):
+        print(f"Copied labs/{copy.name} to my/: work there.")
     if engines and check:
         selfcheck.run_where_changed()
 
@@ -155,9 +155,11 @@ def main(arguments: list[str]) -> int:
         print(refused, file=sys.stderr)
         return 1
     import os
+    import time
 
     from kvlab.paths import VENV, run_plainly
 
+    os.environ["KVLAB_BEGAN"] = str(time.time())  # for `kvlab setup --record`
     code = run_plainly(ensure_venv)
     if code:
         return code

@@ -1,0 +1,182 @@
+"""`kvlab doctor`: what this machine can run, and why not the rest, in one table.
+
+Works before the set-up too: under a bare Python with the standard library alone it
+prints plain lines, in the notebook environment a table.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from kvlab import environments
+from kvlab.paths import VENV, SetupError, cache, existing, run_plainly
+from kvlab.setup import refusal
+
+_SET_UP = "Not made yet: `make setup` makes it."
+
+
+class Row(NamedTuple):
+    """One line of the table."""
+
+    part: str
+    found: str
+    verdict: str
+    """what this means, or what is missing and what to do"""
+    ok: bool
+
+
+def chromium() -> Path | None:
+    """The Chromium (or Chrome) that drives the browser test, if this machine has one."""
+    for name in ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"):
+        found = shutil.which(name)
+        if found:
+            return Path(found)
+    return None
+
+
+def _python() -> Row:
+    version = ".".join(map(str, sys.version_info[:3]))
+    refused = refusal()
+    return Row("Python", f"{version} ({sys.executable})", refused or "fits", not refused)
+
+
+def _cpu() -> Row:
+    model, flags = "unknown CPU", set[str]()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            model = value.strip()
+        elif name.strip() == "flags":
+            flags = set(value.split())
+    cores = len(os.sched_getaffinity(0))
+    found = f"{model}, {cores} core{'s' * (cores != 1)}"
+    if "avx512f" in flags:
+        return Row("CPU", found, "AVX-512: vLLM's CPU build runs", True)
+    if "avx2" in flags:
+        return Row("CPU", found, "AVX2: vLLM's CPU build runs", True)
+    return Row("CPU", found, "No AVX2: vLLM's CPU build does not run; minikv does.", False)
+
+
+def _memory() -> Row:
+    amounts = {}
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        amounts[name] = int(value.split()[0]) * 1024
+    total, free = amounts["MemTotal"] / 1e9, amounts["MemAvailable"] / 1e9
+    enough = free >= 4
+    verdict = (
+        "enough for a lab" if enough else "A lab with an engine wants 4 GB: end some programs."
+    )
+    return Row("Memory", f"{free:.1f} of {total:.1f} GB free", verdict, enough)
+
+
+def _disk() -> Row:
+    """Room for what is still to be installed."""
+    device = environments.device()
+    missing = 0.0
+    if not environments.is_whole(VENV):
+        missing += environments.SIZES["notebook", device][1]
+    if not environments.is_whole(environments.folder("vllm")):
+        missing += environments.SIZES["vllm", device][1]
+    free = shutil.disk_usage(existing(cache())).free / 1e9
+    found = f"{free:.0f} GB free for {cache()}"
+    if free < missing + 1:
+        return Row("Disk", found, f"The set-up still wants {missing + 1:.1f} GB: free some.", False)
+    return Row("Disk", found, "enough", True)
+
+
+def _gpu() -> Row:
+    gpu = environments.gpu()
+    device, reason = environments.device_and_reason()
+    if isinstance(gpu, str):
+        found = "none"
+    else:
+        found = (
+            f"{gpu.name}, {gpu.memory / 1e9:.0f} GB, compute capability "
+            f"{gpu.capability[0]}.{gpu.capability[1]}, driver for CUDA {gpu.cuda[0]}.{gpu.cuda[1]}"
+        )
+    # A machine without a GPU is a normal one; a GPU that cannot be used is worth a mark.
+    return Row("GPU", found, f"{reason}: {device} builds", isinstance(gpu, str) or device == "cuda")
+
+
+def _runs(python: Path, module: str) -> str:
+    """ "" if the module imports there, else the last line of the error."""
+    asked = subprocess.run([python, "-c", f"import {module}"], capture_output=True, text=True)
+    return "" if asked.returncode == 0 else (asked.stderr.strip().splitlines() or ["it failed"])[-1]
+
+
+def _environment(title: str, place: Path, module: str, deep: bool) -> Row:
+    if not environments.is_whole(place):
+        return Row(title, "missing", _SET_UP, False)
+    wrong = _runs(place / "bin" / "python", module) if deep else ""
+    if wrong:
+        return Row(title, str(place), f"{wrong}. Remove this folder, then `make setup`.", False)
+    return Row(title, str(place), f"{module} imports" if deep else "whole", True)
+
+
+def _model(deep: bool) -> Row:
+    from kvlab import models
+
+    place = cache() / "models" / models.DEFAULT
+    if not place.exists():
+        return Row("Model", f"{models.DEFAULT}: missing", _SET_UP, False)
+    wrong = models.damage(place, deep)
+    if wrong:
+        return Row("Model", str(place), f"Damaged ({wrong}): remove it, then `make setup`.", False)
+    return Row("Model", str(place), "checksums right" if deep else "whole", True)
+
+
+def _chromium() -> Row:
+    found = chromium()
+    if found:
+        return Row("Chromium", str(found), "the browser test runs", True)
+    how = "The browser test is skipped. On Debian or Ubuntu: sudo apt install chromium"
+    return Row("Chromium", "none", how, False)
+
+
+def rows(deep: bool = False) -> list[Row]:
+    """What there is. deep: also read every byte of the model and import torch and vLLM."""
+    first = [_python(), _cpu(), _memory()]
+    try:
+        devices = [_gpu(), _disk()]
+        vllm = environments.folder("vllm")
+    except SetupError as error:
+        return [*first, Row("GPU", "?", str(error), False)]
+    return [
+        *first,
+        *devices,
+        _environment("Notebook environment", VENV, "torch", deep),
+        _environment("vLLM environment", vllm, "vllm", deep),
+        _model(deep),
+        _chromium(),
+    ]
+
+
+def report(deep: bool = False) -> None:
+    """Print the table; as plain lines where rich is not installed."""
+    found = rows(deep)
+    if importlib.util.find_spec("rich") is None:
+        for row in found:
+            print(f"{'ok' if row.ok else 'NO':3}{row.part}: {row.found}\n     {row.verdict}")
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title="What this machine can run", title_justify="left")
+    for heading in ("", "part", "found", "so"):
+        table.add_column(heading, overflow="fold")
+    for row in found:
+        mark = Text("yes", "green") if row.ok else Text("no", "red")
+        table.add_row(mark, row.part, Text(row.found), Text(row.verdict))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(run_plainly(report))

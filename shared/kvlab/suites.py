@@ -1,0 +1,86 @@
+"""`kvlab test`: every suite, each one's minutes, and an exit code that means all of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from kvlab import environments
+from kvlab.paths import ROOT
+
+_NO_TESTS_COLLECTED = 5  # pytest's exit code; also when a whole module is skipped
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A command in the notebook environment, and the paths that it looks at."""
+
+    name: str
+    command: tuple[str, ...]
+    places: tuple[str, ...]
+
+
+SUITES = (
+    Suite("ruff check", ("ruff", "check"), (".",)),
+    Suite("ruff format", ("ruff", "format", "--check"), (".",)),
+    Suite("types", ("mypy",), ("shared",)),
+    Suite("workflows", ("zizmor", "--offline", "--quiet"), (".github/workflows",)),
+    Suite("packages", ("pytest", "-q"), ("tests/minikv", "tests/kvlab")),
+    Suite("notebooks", ("pytest", "-q", "--nbval"), ("chapters", "labs", "solutions")),
+    Suite("browser", ("pytest", "-q", "-rs"), ("tests/browser",)),
+)
+
+
+def run(suites: tuple[Suite, ...] = SUITES) -> tuple[int, list[dict[str, str]]]:
+    """Run all suites, whatever fails: (exit code, rows of the table)."""
+    environment = os.environ | {
+        # Without an engine its tests would skip, and the whole would pass: not here.
+        "KVLAB_REQUIRE_ENGINES": "1",
+        "PATH": f"{sys.prefix}/bin{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+    }
+    rows = []
+    worst = 0
+    for suite in suites:
+        places = [place for place in suite.places if (ROOT / place).exists()]
+        if not places:
+            continue
+        print(f"\n== {suite.name}", flush=True)
+        tool, *arguments = suite.command
+        # zizmor is a program; the others are run as modules, whatever the folder is called.
+        start = [f"{sys.prefix}/bin/zizmor"] if tool == "zizmor" else [sys.executable, "-m", tool]
+        began = time.monotonic()
+        code = subprocess.run([*start, *arguments, *places], cwd=ROOT, env=environment).returncode
+        minutes = (time.monotonic() - began) / 60
+        skipped = code == _NO_TESTS_COLLECTED and suite.name == "browser"
+        if code and not skipped:
+            worst = 1
+        result = "skipped" if skipped else "FAILED" if code else "passed"
+        rows.append({"suite": suite.name, "minutes": f"{minutes:.1f}", "result": result})
+
+    table = Table(title="Suites", title_justify="left")
+    for column in ("suite", "minutes", "result"):
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*row.values())
+    Console().print(table)
+    return worst, rows
+
+
+def under(python: Path) -> int:
+    """Run the packages' tests under another Python, in an environment of its own.
+
+    Engine tests skip there: engines have been tested with the Python of .venv.
+    Returns pytest's exit code. Raises SetupError.
+    """
+    inside = environments.build("notebook", python)
+    command = [str(inside), "-m", "pytest", "-q", "tests/minikv", "tests/kvlab"]
+    path = f"{inside.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "shared"), "PATH": path}
+    return subprocess.run(command, cwd=ROOT, env=environment).returncode

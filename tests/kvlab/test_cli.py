@@ -1,0 +1,98 @@
+"""The Makefile and the command line: other Pythons, wrong names, and what clean may remove."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from kvlab import clean, setup
+from kvlab.paths import ROOT
+
+
+def _run(*command, **variables):
+    env = os.environ | {"PYTHONPATH": str(ROOT / "shared")} | variables
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def _kvlab(*arguments, **variables):
+    return _run(sys.executable, "-m", "kvlab.cli", *arguments, **variables)
+
+
+@pytest.mark.parametrize("version", [(3, 10, 13), (3, 13, 0)])
+def test_other_pythons_are_refused_by_name(monkeypatch, version):
+    monkeypatch.setattr(sys, "version_info", version)
+    monkeypatch.setattr(platform, "python_version", lambda: ".".join(map(str, version)))
+    said = setup.refusal()
+    assert f"Found Python {version[0]}.{version[1]}.{version[2]}" in said
+    assert "make lab PYTHON=/path/to/python3.12" in said
+
+
+def test_this_python_is_taken():
+    assert setup.refusal() == ""
+
+
+def test_other_systems_are_shown_the_devcontainer(monkeypatch):
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
+    assert "Darwin on arm64" in setup.refusal()
+    assert "devcontainer" in setup.refusal()
+
+
+def test_make_alone_lists_its_targets():
+    said = _run("make").stdout
+    for target in ("make lab", "make test", "make clean-cache"):
+        assert target in said
+
+
+def test_an_unknown_notebook_lists_those_there_are():
+    done = _kvlab("run", "labs/77")
+    assert done.returncode == 1
+    assert "chapters/00_one_request.ipynb" in done.stderr
+
+
+def test_clean_cache_leaves_a_foreign_folder_alone(tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    done = _kvlab("clean", "--cache", KVLAB_CACHE=str(tmp_path))
+    assert done.returncode == 1
+    assert "nothing was removed" in done.stderr
+    assert (tmp_path / "thesis.txt").exists()
+
+
+def test_clean_cache_says_how_much(tmp_path):
+    program = (
+        "from kvlab.paths import make_cache; (make_cache() / 'x').write_bytes(bytes(20 << 20))"
+    )
+    folder = tmp_path / "cache"
+    _run(sys.executable, "-c", program, KVLAB_CACHE=str(folder))
+    done = _kvlab("clean", "--cache", KVLAB_CACHE=str(folder))
+    assert "Freed 0.02 GB" in done.stdout
+    assert not folder.exists()
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    for name in ("ROOT", "VENV"):
+        monkeypatch.setattr(clean, name, tmp_path / ("" if name == "ROOT" else ".venv"))
+    monkeypatch.setenv("JUPYTER_DATA_DIR", str(tmp_path / "jupyter"))
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / "my").mkdir()
+    (tmp_path / "my" / "00.ipynb").write_text("work")
+    return tmp_path
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_clean_keeps_my_and_other_checkouts_kernels(checkout, own, capsys):
+    kernel = checkout / "jupyter" / "kernels" / "follow-the-request"
+    kernel.mkdir(parents=True)
+    python = (checkout if own else checkout / "another") / ".venv" / "bin" / "python"
+    (kernel / "kernel.json").write_text(json.dumps({"argv": [str(python)]}))
+    clean.checkout()
+    assert "Freed" in capsys.readouterr().out
+    assert not (checkout / ".venv").exists()
+    assert (checkout / "my" / "00.ipynb").read_text() == "work"
+    assert kernel.exists() != own

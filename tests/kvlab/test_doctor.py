@@ -1,0 +1,56 @@
+"""The doctor answers on any machine: before the set-up, with damage, with a bad setting."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from kvlab import doctor, environments, models
+from kvlab.paths import ROOT
+
+
+def test_it_runs_on_the_standard_library_alone(tmp_path):
+    env = os.environ | {
+        "PYTHONPATH": str(ROOT / "shared"),
+        "KVLAB_CACHE": str(tmp_path / "nothing yet"),
+    }
+    # -S: without site-packages, as under a bare Python.
+    command = [sys.executable, "-S", "-m", "kvlab.doctor"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "NO vLLM environment: missing\n     Not made yet: `make setup`" in done.stdout
+    assert "Chromium" in done.stdout
+    assert not (tmp_path / "nothing yet").exists()
+
+
+def test_a_damaged_model_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVLAB_CACHE", str(tmp_path))
+    (tmp_path / "models" / models.DEFAULT).mkdir(parents=True)
+    (row,) = (row for row in doctor.rows() if row.part == "Model")
+    assert not row.ok
+    assert "no readable manifest" in row.verdict
+
+
+def test_a_gpu_that_cannot_be_used_says_why(monkeypatch):
+    old = environments.Gpu("P100", 16 << 30, (6, 0), (13, 0))
+    monkeypatch.delenv("KVLAB_DEVICE", raising=False)
+    monkeypatch.setattr(environments, "gpu", lambda: old)
+    (row,) = (row for row in doctor.rows() if row.part == "GPU")
+    assert not row.ok
+    assert "compute capability 6.0" in row.verdict
+    assert "cpu builds" in row.verdict
+
+
+def test_a_bad_setting_is_a_row_and_no_crash(monkeypatch, capsys):
+    monkeypatch.setenv("KVLAB_DEVICE", "tpu")
+    doctor.report()
+    assert "tpu" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("module", ["no_such_module_here", "json"])
+def test_deep_imports_are_tried(module):
+    from pathlib import Path
+
+    wrong = doctor._runs(Path(sys.executable), module)
+    assert ("no_such_module_here" in wrong) == (module != "json")
