@@ -67,7 +67,7 @@ def _options(root: Path, port: int, token: str) -> list[str]:
         "--ServerApp.default_url=/lab/tree/README.md",
         f"--ServerApp.allow_root={os.geteuid() == 0}",
         "--ServerApp.answer_yes=True",
-        "--ServerApp.log_level=WARN",
+        "--Application.log_level=WARN",
         f"--MultiKernelManager.default_kernel_name={KERNEL}",
         "--LabApp.news_url=None",
         "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",

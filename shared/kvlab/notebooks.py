@@ -109,7 +109,6 @@ def write(notebook: nbformat.NotebookNode, path: Path) -> None:
     for private in {str(ROOT), str(Path.home())} - {"/"}:
         if private in text:
             raise NotebookError(f"{path.name} would contain the path {private} of this machine")
-    path.parent.mkdir(exist_ok=True)
     path.write_text(text)
 
 
@@ -129,6 +128,7 @@ def make(only: Iterable[str] = (), say: Callable[[str], None] = print) -> None:
         if path.parent.name == "solutions":
             jobs.append((lab_from_solution(notebook), _lab_path(path)))
         for job, target in jobs:
+            target.parent.mkdir(exist_ok=True)
             say(f"executing {target.relative_to(ROOT)}")
             execute(job, target.parent)
             tidy(job)

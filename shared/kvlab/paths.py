@@ -145,10 +145,10 @@ def run_plainly(step: Callable[[], object]) -> int:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
             raise
-        print(
-            f"\nA file could not be written: {error}.\n"
-            "Free some room or set KVLAB_CACHE to another folder, then run the same command again.",
-            file=sys.stderr,
-        )
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            cure = "Free some room, or set KVLAB_CACHE to a folder on another disk"
+        else:
+            cure = "Make the checkout as this user, or set KVLAB_CACHE to a folder of yours"
+        print(f"\n{error}.\n{cure}; then run the same command again.", file=sys.stderr)
         return 1
     return 0

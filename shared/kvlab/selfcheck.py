@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvlab import environments, models
-from kvlab.paths import VENV, SetupError, make_cache
+from kvlab.paths import VENV, SetupError, lock, make_cache
 
 PROMPT = "The key-value cache of a language model holds"
 MAX_TOKENS = 12
@@ -113,6 +113,8 @@ def run_where_changed() -> None:
     passed = make_cache("selfcheck") / key
     if passed.exists():
         return
-    print("Checking that transformers, minikv and vLLM agree (about a minute).", flush=True)
-    run()
-    passed.touch()
+    with lock("selfcheck", "checking that the engines agree"):
+        if not passed.exists():
+            print("Checking that transformers, minikv and vLLM agree (a minute or two).", flush=True)
+            run()
+            passed.touch()

@@ -90,6 +90,7 @@ class _Client:
     request: Request
     prompt: str | None
     detokenizer: Detokenizer | None
+    told_by_step: bool = False
 
     def output(self) -> RequestOutput:
         request = self.request
@@ -154,7 +155,13 @@ class LLM:
         self.trace: deque[Step] = deque(maxlen=TRACE_STEPS)  # the last steps, oldest first
 
         if num_blocks is None:
-            num_blocks = kv_cache_memory_bytes // (block_size * self.kv_bytes_per_token)
+            num_blocks = kv_cache_memory_bytes // (max(block_size, 1) * self.kv_bytes_per_token)
+            if num_blocks < 2:
+                raise ValueError(
+                    f"kv_cache_memory_bytes={kv_cache_memory_bytes} holds {num_blocks} blocks of "
+                    f"{block_size} tokens at {self.kv_bytes_per_token} bytes a token; 2 are the "
+                    "least (block 0 is the null block): raise it, or lower block_size"
+                )
         kv = KVCacheManager(num_blocks, block_size, enable_prefix_caching)
         self.max_model_len = _max_model_len(
             max_model_len, self.config.max_position_embeddings, (num_blocks - 1) * block_size
@@ -178,7 +185,7 @@ class LLM:
         self._num_requests = 0
         self._num_steps = 0
         self._clients: dict[str, _Client] = {}  # unfinished
-        self._progress: dict[str, _Client] = {}  # changed since `step` last told
+        self._progress: dict[str, _Client] = {}  # what `step` has to tell next
 
     # ---- the whole way -------------------------------------------------------------------------
 
@@ -198,7 +205,9 @@ class LLM:
         """
         alone = isinstance(prompts, str) or (len(prompts) > 0 and _is_token_id(prompts[0]))
         many: Sequence[Any] = [prompts] if alone else prompts
-        params = _one_each(sampling_params or SamplingParams(), len(many), "sampling_params")
+        if sampling_params is None:
+            sampling_params = SamplingParams()
+        params = _one_each(sampling_params, len(many), "sampling_params")
         priorities = _one_each(priority, len(many), "priority")
         clients = [
             self._make_client(prompt, p, priority=rank, cache_salt=cache_salt)
@@ -212,7 +221,6 @@ class LLM:
         finally:  # after Ctrl-C too: nothing of this call goes on running
             for client in clients:
                 self.abort(client.request.request_id)
-                self._progress.pop(client.request.request_id, None)
         return [client.output() for client in clients]
 
     def chat(
@@ -248,21 +256,22 @@ class LLM:
         self._add(client)
         num_chars = num_tokens = 0
         try:
-            while not client.request.status.finished:
-                self._step()
-                self._progress.pop(client.request.request_id, None)
-                so_far = client.output()
-                if len(so_far.token_ids) > num_tokens or so_far.finished:
-                    yield Piece(
-                        text=so_far.text[num_chars:],
-                        token_ids=so_far.token_ids[num_tokens:],
-                        logprobs=so_far.logprobs[num_tokens:],
-                        finish_reason=so_far.finish_reason,
-                    )
-                    num_chars, num_tokens = len(so_far.text), len(so_far.token_ids)
+            while True:
+                so_far = client.output()  # the steps of others may have moved it on too
+                if len(so_far.token_ids) == num_tokens and not so_far.finished:
+                    self._step()
+                    continue
+                yield Piece(
+                    text=so_far.text[num_chars:],
+                    token_ids=so_far.token_ids[num_tokens:],
+                    logprobs=so_far.logprobs[num_tokens:],
+                    finish_reason=so_far.finish_reason,
+                )
+                if so_far.finished:
+                    return
+                num_chars, num_tokens = len(so_far.text), len(so_far.token_ids)
         finally:
             self.abort(client.request.request_id)
-            self._progress.pop(client.request.request_id, None)
 
     # ---- step by step --------------------------------------------------------------------------
 
@@ -282,12 +291,13 @@ class LLM:
         client = self._make_client(
             prompt, sampling_params or SamplingParams(), priority=priority, cache_salt=cache_salt
         )
+        client.told_by_step = True
         self._add(client)
         return client.request.request_id
 
     def step(self) -> list[RequestOutput]:
-        """Run one step. Returns the requests that have got a token or have finished since the last
-        call, each with all of its output so far."""
+        """Run one step. Returns the requests of `add_request` that have got a token or have ended
+        since the last call (in steps of `generate` and `stream` too), with all output so far."""
         self._step()
         told, self._progress = self._progress, {}
         return [client.output() for client in told.values()]
@@ -300,7 +310,7 @@ class LLM:
         client = self._clients.pop(request_id, None)
         if client is not None:
             self.scheduler.finish(client.request, RequestStatus.FINISHED_ABORTED)
-            self._progress[request_id] = client
+            self._note_progress(client)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; False, and nothing happens, while a request holds some."""
@@ -330,15 +340,20 @@ class LLM:
             client = self._clients[request_id]
             request = client.request
             # A token that ended the output gives no text (end-of-sequence, stop_token_ids).
-            if client.detokenizer and request.status is not RequestStatus.FINISHED_STOPPED:
-                if client.detokenizer.append(token):
-                    # vLLM as well finds stop strings outside the scheduler. The text decides, also
-                    # if the same token was the last that max_tokens allows.
-                    self.scheduler.finish(request, RequestStatus.FINISHED_STOPPED)
-                    request.status = RequestStatus.FINISHED_STOPPED
-            self._progress[request_id] = client
+            gives_text = request.status is not RequestStatus.FINISHED_STOPPED
+            if client.detokenizer and gives_text and client.detokenizer.append(token):
+                # vLLM as well finds stop strings outside the scheduler. The text decides, also if
+                # the same token was the last that max_tokens allows.
+                self.scheduler.finish(request, RequestStatus.FINISHED_STOPPED)
+                request.status = RequestStatus.FINISHED_STOPPED
+            self._note_progress(client)
             if request.status.finished:
                 del self._clients[request_id]
+
+    def _note_progress(self, client: _Client) -> None:
+        """`generate` and `stream` see to their own requests; `step` tells of all others."""
+        if client.told_by_step:
+            self._progress[client.request.request_id] = client
 
     def _record(self, out: SchedulerOutput) -> None:
         """Write the step into `trace` and `stats`; before `update`, which changes the requests."""
@@ -384,11 +399,14 @@ class LLM:
         if params.stop:
             self._need_tokenizer()
         self._num_requests += 1
+        # Each request draws from a generator of its own: what it is batched with, and how it is cut
+        # into chunks, cannot change its tokens.
+        own_seed = self._rng.getrandbits(64) if params.seed is None else params.seed
         request = Request(
             request_id=str(self._num_requests - 1),
             token_ids=token_ids,
             params=params,
-            rng=self._rng if params.seed is None else random.Random(params.seed),
+            rng=random.Random(own_seed),
             eos_token_ids=self._eos_token_ids,
             priority=priority,
             arrival=self._num_requests,

@@ -29,8 +29,8 @@ class SamplingParams:
     temperature: 0 is greedy; otherwise logits are divided by it before the softmax.
     top_p: sample only from the smallest set of most likely tokens that holds this much mass.
     max_tokens: output tokens at most, at least 1. The context window may end it earlier.
-    seed: a request with a seed draws from a generator of its own: its tokens then depend neither
-        on what it is batched with, nor on chunking or preemption.
+    seed: of the request's own generator, so its tokens depend neither on what it is batched with,
+        nor on chunking or preemption. None: the engine gives each request a seed of its own.
     stop: strings; the text ends before the first that appears.
     stop_token_ids: token ids that end the output; in `token_ids`, not in the text.
     ignore_eos: go on after the model's end-of-sequence token.

@@ -54,7 +54,8 @@ class ScheduledRequest:
     @property
     def is_decode(self) -> bool:
         """One token, and that one sampled in an earlier step; everything else is prefill."""
-        return self.num_tokens == 1 and self.samples and self.start >= self.request.num_prompt_tokens
+        sampled = self.start >= self.request.num_prompt_tokens
+        return sampled and self.samples and self.num_tokens == 1
 
 
 @dataclass(slots=True)

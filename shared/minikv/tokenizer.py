@@ -2,8 +2,8 @@
 
 A tokenizer maps text to ids and back, but not token by token: a character outside ASCII is several
 bytes in UTF-8, and those may be spread over several tokens. A stream that decodes each token alone
-prints "\\ufffd" for every part. `Detokenizer` holds text back until the character is whole, and also
-what may become a stop string.
+prints "\\ufffd" for every part. `Detokenizer` holds text back until the character is whole, and
+also what may become a stop string.
 
 A chat is turned into one text by the model's own template, a Jinja program that came with the
 weights: it runs in a sandbox and can change nothing.
@@ -89,9 +89,10 @@ class Tokenizer:
 class Detokenizer:
     """The text of one output as it grows, one token at a time.
 
-    Each call decodes the tokens of the last piece together with the new ones and takes what the
-    new ones add. The last piece is decoded again because some tokenizers write a token differently
-    at the beginning of a text (they drop its leading space).
+    Each call decodes the last tokens that gave text together with the new one, and takes what was
+    not there before, up to a character that is not whole yet. The last ones are decoded again
+    because some tokenizers write a token differently at the beginning of a text (they drop its
+    leading space).
 
     stop: strings that end the text; it is cut before the first.
     """
@@ -101,18 +102,22 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._stop = stop
         self._token_ids: list[int] = []
-        self._last = 0  # tokens [last:next] gave the last piece of text
-        self._next = 0  # tokens from here on have given none yet
+        self._last = 0  # tokens from here on are decoded again
+        self._next = 0  # tokens from here on may still hold a part of a character
+        self._taken = 0  # characters of the decoded tokens that `text` has
 
     def append(self, token_id: int) -> bool:
         """Add one token. True if the text now contains a stop string (and was cut before it)."""
         self._token_ids.append(token_id)
-        before = self._tokenizer.decode(self._token_ids[self._last : self._next])
-        after = self._tokenizer.decode(self._token_ids[self._last :])
-        if len(after) <= len(before) or after.endswith(REPLACEMENT):
+        decoded = self._tokenizer.decode(self._token_ids[self._last :])
+        whole = decoded.rstrip(REPLACEMENT)
+        new = whole[self._taken :]
+        if not new:
             return False
-        new = after[len(before) :]
-        self._last, self._next = self._next, len(self._token_ids)
+        self._taken = len(whole)
+        if whole == decoded:  # every character is: the next call can begin later
+            self._last, self._next = self._next, len(self._token_ids)
+            self._taken = len(self._tokenizer.decode(self._token_ids[self._last :]))
         # A stop string that is complete only now can begin in the text before.
         search_from = max(0, len(self.text) - max(map(len, self._stop), default=1) + 1)
         self.text += new

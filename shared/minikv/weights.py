@@ -62,8 +62,9 @@ def model_config(raw: dict[str, Any]) -> ModelConfig:
 
     heads = raw["num_attention_heads"]
     # A key that is absent means what it means in transformers' Llama and Qwen3 configurations.
-    kv_heads = raw.get("num_key_value_heads") or (heads if model_type == "llama" else 32)
-    head_dim = raw.get("head_dim") or (raw["hidden_size"] // heads if model_type == "llama" else 128)
+    llama = model_type == "llama"
+    kv_heads = raw.get("num_key_value_heads") or (heads if llama else 32)
+    head_dim = raw.get("head_dim") or (raw["hidden_size"] // heads if llama else 128)
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads cannot share {kv_heads} key-value heads evenly")
     theta, scaling = _rope(raw)

@@ -69,7 +69,7 @@ def start(
     enforce_eager: bool = True,
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs",
     port: int | None = None,
-    deadline: float = 180,
+    deadline: float = 300,
     extra_args: Sequence[str] = (),
 ) -> VLLM:
     """Start vLLM on this machine's CPU or GPU and return it when it is ready.

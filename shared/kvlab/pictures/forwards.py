@@ -97,7 +97,7 @@ def _legend(y: float) -> str:
     return "".join(parts)
 
 
-class ForwardsPicture(ipywidgets.VBox):
+class ForwardsPicture(ipywidgets.VBox):  # type: ignore[misc]
     """The picture with a slider for the prompt's and one for the output's length."""
 
     def __init__(self, prompt: int = 8, output: int = 6) -> None:

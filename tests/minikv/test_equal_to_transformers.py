@@ -1,0 +1,180 @@
+"""Does minikv say what transformers says, however the work is cut, shared, lost and found again?"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from conftest import KINDS, VOCAB
+
+from minikv import LLM, SamplingParams
+
+NUM_OUTPUT = 20
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT, ignore_eos=True)
+
+
+def prompts(count: int) -> list[list[int]]:
+    """Lengths from one token to several blocks; the first two begin alike."""
+    rng = random.Random(5)
+    lengths = [45, 37, 1, 70, 16, 33, 8, 52]
+    made = [[rng.randrange(VOCAB) for _ in range(n)] for n in lengths]
+    made[1][:32] = made[0][:32]
+    return made[:count]
+
+
+def assert_equal(llm, reference, batch, tolerance=1e-4):
+    outputs = llm.generate(batch, GREEDY)
+    for prompt, output in zip(batch, outputs, strict=True):
+        tokens, logprobs = reference.greedy(prompt, NUM_OUTPUT)
+        assert output.token_ids == tokens
+        assert output.logprobs == pytest.approx(logprobs, abs=tolerance)
+        assert output.finish_reason == "length"
+        assert output.prompt_token_ids == prompt
+    return outputs
+
+
+def test_the_reference_output_varies(reference):
+    """Else the comparisons below would show little."""
+    for kind in KINDS:
+        outputs = [reference(kind).greedy(p, NUM_OUTPUT)[0] for p in prompts(8)]
+        assert len({token for output in outputs for token in output}) > 30
+        assert len({tuple(output) for output in outputs}) == 8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("budget", [2048, 24, 7], ids=["whole", "budget24", "budget7"])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_batched_and_chunked(kind, budget, batch, folder, reference):
+    llm = LLM(folder(kind), dtype="float32", device="cpu", block_size=8,
+              max_num_batched_tokens=budget, max_model_len=128)  # fmt: skip
+    assert_equal(llm, reference(kind), prompts(batch))
+    longest = max(sum(s.prefill.values()) + sum(s.decode.values()) for s in llm.trace)
+    assert longest <= budget
+    if batch == 8:  # prompts and decodes really shared steps
+        assert any(s.prefill and s.decode for s in llm.trace) == (budget < 2048)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("budget", [2048, 24])
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("kind", ["llama3-rope", "qwen3"])
+def test_preempted(kind, caching, budget, policy, folder, reference):
+    """Many requests in a pool for little more than one: most lose their blocks at some time."""
+    llm = LLM(folder(kind), dtype="float32", device="cpu", block_size=4, num_blocks=27,
+              max_model_len=96, max_num_batched_tokens=budget, scheduling_policy=policy,
+              enable_prefix_caching=caching)  # fmt: skip
+    batch = prompts(8)
+    ids = [llm.add_request(p, GREEDY, priority=i % 3) for i, p in enumerate(batch)]
+    outputs = {}
+    while llm.has_unfinished():
+        outputs |= {o.request_id: o for o in llm.step()}
+    assert llm.stats.preemptions > 0
+    assert sum(o.num_preemptions for o in outputs.values()) == llm.stats.preemptions
+    for request_id, prompt in zip(ids, batch, strict=True):
+        tokens, logprobs = reference(kind).greedy(prompt, NUM_OUTPUT)
+        assert outputs[request_id].token_ids == tokens
+        assert outputs[request_id].logprobs == pytest.approx(logprobs, abs=1e-4)
+    assert llm.scheduler.kv.pool.num_free == 26
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_prefix_cache_cold_warm_and_off(block_size, folder, reference):
+    options = dict(dtype="float32", device="cpu", block_size=block_size, max_model_len=128)
+    batch = prompts(8)
+    on = LLM(folder("qwen3"), **options)
+    cold = assert_equal(on, reference("qwen3"), batch)
+    # The second prompt shares 32 tokens with the first and is admitted in the same step.
+    assert [o.cached_tokens for o in cold] == [0, 32, 0, 0, 0, 0, 0, 0]
+    warm = assert_equal(on, reference("qwen3"), batch)
+    capped = [(len(p) - 1) // block_size * block_size for p in batch]
+    assert [o.cached_tokens for o in warm] == capped
+    off = LLM(folder("qwen3"), enable_prefix_caching=False, **options)
+    for _ in range(2):
+        outputs = assert_equal(off, reference("qwen3"), batch)
+        assert not any(o.cached_tokens for o in outputs)
+    assert on.reset_prefix_cache()
+    again = assert_equal(on, reference("qwen3"), batch)
+    assert [o.cached_tokens for o in again] == [o.cached_tokens for o in cold]
+
+
+def test_a_prompt_may_find_the_output_of_another(folder, reference):
+    """Output tokens fill blocks too: a second turn of a talk finds the first turn's answer."""
+    llm = LLM(folder("llama"), dtype="float32", device="cpu", block_size=4, max_model_len=128)
+    first = llm.generate(prompts(1), GREEDY)[0]
+    turn = first.prompt_token_ids + first.token_ids + [5, 6, 7]
+    second = assert_equal(llm, reference("llama"), [turn])[0]
+    # The last output token was never fed to the model, so it has no keys and values.
+    assert second.cached_tokens == (45 + NUM_OUTPUT - 1) // 4 * 4
+
+
+def test_no_unwritten_slot_is_read(folder, reference):
+    """A cache full of NaN gives the same output: only what was computed is ever read."""
+    llm = LLM(folder("llama"), dtype="float32", device="cpu", block_size=8, max_model_len=128,
+              max_num_batched_tokens=24)  # fmt: skip
+    for tensor in (*llm.runner.cache.k, *llm.runner.cache.v):
+        tensor.fill_(float("nan"))
+    assert_equal(llm, reference("llama"), prompts(8))
+    assert all(t[0].isnan().all() for t in llm.runner.cache.k), "the null block was written"
+
+
+def test_forward_without_cache(folder, reference):
+    llm = LLM(folder("tied"), dtype="float32", device="cpu")
+    prompt = prompts(1)[0]
+    with torch.inference_mode():
+        expected = reference("tied").model(torch.tensor([prompt])).logits[0]
+    logits = llm.forward(prompt)
+    assert logits.shape == (len(prompt), VOCAB)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+def test_bfloat16_follows_transformers_closely(folder):
+    """In bfloat16 sums round differently, so only closeness is promised: log-probabilities of the
+    same tokens within 0.1."""
+    from transformers import LlamaForCausalLM
+
+    llm = LLM(folder("llama"), dtype="bfloat16", device="cpu", block_size=8, max_model_len=128)
+    model = LlamaForCausalLM.from_pretrained(folder("llama"), dtype=torch.bfloat16).eval()
+    for output in llm.generate(prompts(4), GREEDY):
+        tokens = output.prompt_token_ids + output.token_ids
+        with torch.inference_mode():
+            logits = model(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
+        n = len(output.prompt_token_ids)
+        expected = [float(logits[n + i - 1, t]) for i, t in enumerate(output.token_ids)]
+        assert output.logprobs == pytest.approx(expected, abs=0.1)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 24}, {"num_blocks": 14}])
+def test_cuda(kind, options, folder, reference):
+    """The same on a GPU. Its kernels sum in another order, so log-probabilities may differ by 1e-3
+    (float32, TF32 off); tokens are equal, since no two best logits here are that close."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    llm = LLM(folder(kind), dtype="float32", device="cuda", block_size=8, max_model_len=96,
+              **options)  # fmt: skip
+    assert_equal(llm, reference(kind), prompts(8), tolerance=1e-3)
+    assert (llm.stats.preemptions > 0) == ("num_blocks" in options)
+
+
+def test_a_trained_model():
+    """SmolLM2-135M in float32: one prompt cut into chunks beside a short one."""
+    from transformers import AutoModelForCausalLM
+
+    from kvlab.models import get
+
+    path = get("smollm2-135m")
+    text = "The KV cache keeps the keys and values of every token, so that " * 3
+    llm = LLM(path, dtype="float32", device="cpu", max_num_batched_tokens=24, max_model_len=256)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    outputs = llm.generate([text, "The capital of France is"], params)
+    assert "Paris" in outputs[1].text
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    for output in outputs:
+        tokens = output.prompt_token_ids + output.token_ids
+        with torch.inference_mode():
+            logprobs = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+        rows = logprobs[len(output.prompt_token_ids) - 1 : -1]
+        assert output.token_ids == rows.argmax(-1).tolist()
+        expected = rows.max(-1).values.tolist()
+        assert output.logprobs == pytest.approx(expected, abs=1e-4)
