@@ -28,9 +28,7 @@ VERSIONS_OF = ("torch", "transformers", "jupyterlab", "nbval", "pytest", "uv")
 _QUOTE = re.compile(r"<!-- (results/[\w.-]+\.json) (\w+) -->.*?<!-- / -->", re.DOTALL)
 
 
-def record(
-    name: str, what: str, conditions: Mapping[str, Any], values: Mapping[str, Any]
-) -> Path:
+def record(name: str, what: str, conditions: Mapping[str, Any], values: Mapping[str, Any]) -> Path:
     """Write results/<name>.json, stamped with this host, the versions and the date."""
     import psutil
 

@@ -115,6 +115,6 @@ def run_where_changed() -> None:
         return
     with lock("selfcheck", "checking that the engines agree"):
         if not passed.exists():
-            print("Checking that transformers, minikv and vLLM agree (a minute or two).", flush=True)
+            print("Checking that transformers, minikv and vLLM agree (about a minute).", flush=True)
             run()
             passed.touch()

@@ -32,6 +32,11 @@ SUITES = (
     Suite("ruff format", ("ruff", "format", "--check"), (".",)),
     Suite("types", ("mypy",), ("shared",)),
     Suite("workflows", ("zizmor", "--offline", "--quiet"), (".github/workflows",)),
+    Suite(
+        "workflow schema",
+        ("check-jsonschema", "--builtin-schema", "vendor.github-workflows"),
+        (".github/workflows/cpu.yml", ".github/workflows/gpu.yml"),
+    ),
     Suite("packages", ("pytest", "-q"), ("tests/minikv", "tests/kvlab")),
     Suite("notebooks", ("pytest", "-q", "--nbval"), ("chapters", "labs", "solutions")),
     Suite("browser", ("pytest", "-q", "-rs"), ("tests/browser",)),
@@ -53,8 +58,9 @@ def run(suites: tuple[Suite, ...] = SUITES) -> tuple[int, list[dict[str, str]]]:
             continue
         print(f"\n== {suite.name}", flush=True)
         tool, *arguments = suite.command
-        # zizmor is a program; the others are run as modules, whatever the folder is called.
-        start = [f"{sys.prefix}/bin/zizmor"] if tool == "zizmor" else [sys.executable, "-m", tool]
+        # zizmor is a program only; the others are run as modules, whatever the folder is called.
+        module = tool.replace("-", "_")
+        start = [f"{sys.prefix}/bin/{tool}"] if tool == "zizmor" else [sys.executable, "-m", module]
         began = time.monotonic()
         code = subprocess.run([*start, *arguments, *places], cwd=ROOT, env=environment).returncode
         minutes = (time.monotonic() - began) / 60

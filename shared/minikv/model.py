@@ -155,8 +155,8 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        # From an empty matrix, not by size: no random start, which the weights would replace anyway.
-        # (On torch's meta device that start costs seconds: it loads the compiler.)
+        # From an empty matrix, not by size: no random start, which the weights would replace. (On
+        # torch's meta device that start costs seconds: it loads the compiler.)
         self.embed_tokens = nn.Embedding.from_pretrained(
             torch.empty(config.vocab_size, config.hidden_size)
         )

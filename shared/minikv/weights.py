@@ -130,7 +130,7 @@ def load_model(
     for path in _weight_files(folder):
         try:
             with safe_open(path, framework="pt", device=str(device)) as file:
-                for name in file.keys():  # noqa: SIM118 (it is not a dict)
+                for name in file.keys():
                     weights[name] = file.get_tensor(name).to(dtype)
         except FileNotFoundError:
             raise ValueError(f"weight file {path} is missing: fetch the model again") from None

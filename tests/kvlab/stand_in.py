@@ -60,7 +60,7 @@ def tree(port: int, words: list[str]) -> None:
     if "wrong" in words:
         sys.stderr.write(
             "(Main pid=7) ERROR 11-30 05:12:01 [main.py:10] Traceback (most recent call last):\n"
-            '(Main pid=7) ERROR 11-30 05:12:01 [main.py:10]   File "main.py", line 10, in <module>\n'
+            '(Main pid=7) ERROR 11-30 05:12:01 [main.py:10]   File "main.py", line 10, in run\n'
             "(Main pid=7) ERROR 11-30 05:12:01 [main.py:10] ValueError: the moon is full\n"
             "RuntimeError: it failed. See root cause above.\n"
         )
@@ -114,6 +114,8 @@ def tree(port: int, words: list[str]) -> None:
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
+            if self.path == "/slow":
+                time.sleep(60)
 
     print("serving", flush=True)
     http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 
 import pytest
 import torch
 from conftest import KINDS, VOCAB
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from minikv import LLM, SamplingParams
 
@@ -131,8 +135,6 @@ def test_forward_without_cache(folder, reference):
 def test_bfloat16_follows_transformers_closely(folder):
     """In bfloat16 sums round differently, so only closeness is promised: log-probabilities of the
     same tokens within 0.1."""
-    from transformers import LlamaForCausalLM
-
     llm = LLM(folder("llama"), dtype="bfloat16", device="cpu", block_size=8, max_model_len=128)
     model = LlamaForCausalLM.from_pretrained(folder("llama"), dtype=torch.bfloat16).eval()
     for output in llm.generate(prompts(4), GREEDY):
@@ -156,25 +158,52 @@ def test_cuda(kind, options, folder, reference):
     assert_equal(llm, reference(kind), prompts(8), tolerance=1e-3)
     assert (llm.stats.preemptions > 0) == ("num_blocks" in options)
 
+    """rope_theta and rope_scaling, as before transformers 5; the kind was called "type" at first."""
+    """rope_theta and rope_scaling, as written before transformers 5; where the kind was called "type" at first."""
+    for key in ("rope_type", "type"):
+        old = shutil.copytree(folder("llama3-rope"), tmp_path / key)
+        config = json.loads((old / "config.json").read_text())
+        rope = config.pop("rope_parameters")
+        config["rope_theta"] = rope.pop("rope_theta")
+        config["rope_scaling"] = {key: rope.pop("rope_type"), **rope}
+        (old / "config.json").write_text(json.dumps(config))
+        llm = LLM(old, dtype="float32", device="cpu", max_model_len=128)
+        assert_equal(llm, reference("llama3-rope"), prompts(4)[3:])
+
+
+def test_sharded_weights(folder, reference, tmp_path):
+    sharded = shutil.copytree(folder("qwen3"), tmp_path / "sharded")
+    weights = load_file(sharded / "model.safetensors")
+    (sharded / "model.safetensors").unlink()
+    weight_map = {name: f"{i % 2}.safetensors" for i, name in enumerate(sorted(weights))}
+    for file in ("0.safetensors", "1.safetensors"):
+        save_file({n: t for n, t in weights.items() if weight_map[n] == file}, sharded / file)
+    index = {"weight_map": weight_map}
+    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
+    llm = LLM(sharded, dtype="float32", device="cpu", max_model_len=128)
+    assert_equal(llm, reference("qwen3"), prompts(2))
+
 
 def test_a_trained_model():
-    """SmolLM2-135M in float32: one prompt cut into chunks beside a short one."""
-    from transformers import AutoModelForCausalLM
-
+    """SmolLM2-135M-Instruct in float32: a chat, and a longer text cut into chunks beside it."""
     from kvlab.models import get
 
     path = get("smollm2-135m")
-    text = "The KV cache keeps the keys and values of every token, so that " * 3
     llm = LLM(path, dtype="float32", device="cpu", max_num_batched_tokens=24, max_model_len=256)
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    outputs = llm.generate([text, "The capital of France is"], params)
-    assert "Paris" in outputs[1].text
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    messages = [{"role": "user", "content": "Where does the river Rhône end? Answer briefly."}]
+    text = "The KV cache keeps the keys and values of every token, so that " * 3
+    outputs = [llm.chat(messages, params), *llm.generate([text, "Je mange à 7 h. 你好"], params)]
+
+    theirs = AutoTokenizer.from_pretrained(path)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    chat = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert outputs[0].prompt_token_ids == chat
     for output in outputs:
         tokens = output.prompt_token_ids + output.token_ids
         with torch.inference_mode():
             logprobs = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
         rows = logprobs[len(output.prompt_token_ids) - 1 : -1]
         assert output.token_ids == rows.argmax(-1).tolist()
-        expected = rows.max(-1).values.tolist()
-        assert output.logprobs == pytest.approx(expected, abs=1e-4)
+        assert output.logprobs == pytest.approx(rows.max(-1).values.tolist(), abs=1e-4)
+        assert output.text == theirs.decode(output.token_ids, skip_special_tokens=True)

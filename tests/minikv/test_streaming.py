@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 
 import pytest
 from conftest import EOS, TEXT, make_tokenizer
@@ -119,7 +121,7 @@ def test_a_stop_string_in_the_last_token_counts_as_a_stop(llm):
 
 
 def test_stop_tokens_and_end_of_sequence(llm, reference):
-    """The token that ends an output is in `token_ids`, with its log-probability; not in the text."""
+    """The token that ends an output is in `token_ids`, with its log-probability, not in `text`."""
     prompt = [65, 66, 67]
     tokens, logprobs = reference("llama").greedy(prompt, 24)
     stop = tokens[6]
@@ -134,9 +136,6 @@ def test_stop_tokens_and_end_of_sequence(llm, reference):
 
 def test_end_of_sequence_from_the_generation_config(folder, reference, tmp_path):
     """A list there, which outranks config.json; `ignore_eos` goes on."""
-    import json
-    import shutil
-
     prompt = [65, 66, 67]
     tokens, _ = reference("llama").greedy(prompt, 24)
     copy = shutil.copytree(folder("llama"), tmp_path / "model")
@@ -169,7 +168,7 @@ def feed(tokenizer, token_ids, stop=()):
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 def test_any_text_comes_back_whole(tokenizer, text):
     token_ids = tokenizer.encode(text)
-    detokenizer, pieces = feed(tokenizer, token_ids)
+    _, pieces = feed(tokenizer, token_ids)
     assert "".join(pieces).rstrip(REPLACEMENT) == text.rstrip(REPLACEMENT)
     assert all(REPLACEMENT not in piece for piece in pieces) or REPLACEMENT in text
 

@@ -254,8 +254,11 @@ class _Run:
         self.grace = grace
         self.log = _new_log(name, folder.name)
         self.owner = os.getpid()
+        self.engine = Process(0, 0)  # nobody, until the supervisor says who it is
         self.ending = threading.Lock()
         self.ended = False
+        self.died = False
+        """Whether the engine had ended before it was told to."""
         # Python's pipes are not inherited by the programs that this process starts.
         read, self.pipe = os.pipe()
         try:
@@ -280,8 +283,12 @@ class _Run:
             os.close(read)
             os.close(lock)
         assert self.process.stdout is not None
-        with self.process.stdout as output:
-            report: dict[str, Any] = json.loads(output.readline() or '{"error": "it ended"}')
+        try:
+            with self.process.stdout as output:
+                report: dict[str, Any] = json.loads(output.readline() or '{"error": "it ended"}')
+        except BaseException:  # Ctrl-C
+            self.end()
+            raise
         if "error" in report:
             self.end()
             raise EngineError(f"{name} could not be started: {report['error']}", self.log)
@@ -292,12 +299,16 @@ class _Run:
         return not self.ended and supervisor.alive(self.engine)
 
     def end(self) -> None:
-        """End everything of this run, whatever state it is in. A second call does nothing."""
+        """End everything of this run, whatever state it is in.
+
+        A second call does nothing, but waits for a first one in another thread.
+        """
         if os.getpid() != self.owner:
             return  # a fork of the owner is exiting; the run is not its own
         with self.ending:
             if self.ended:
                 return
+            self.died = not supervisor.alive(self.engine)
             self.ended = True
             with contextlib.suppress(OSError):
                 os.close(self.pipe)  # for the supervisor this is the word to end
@@ -453,9 +464,7 @@ class Server:
             os.close(lock)
             shutil.rmtree(folder)
             raise
-        run = self._run = _Run(
-            self.name, folder, lock, command, environment, self.grace
-        )
+        run = self._run = _Run(self.name, folder, lock, command, environment, self.grace)
         # Runs when this object is collected and when the interpreter exits, but once.
         self._end = weakref.finalize(self, run.end)
         self._client = httpx.Client(
@@ -606,6 +615,9 @@ class Server:
         run = self._run
         assert run is not None
         self.stop()
+        run.end()  # the stop() may be another thread's, and not yet be done
+        if not run.died:
+            return EngineError(f"{self.name} was stopped while it was asked.", run.log)
         lines = telling_lines(run.log)
         if any("ddress already in use" in line for line in lines):
             return _PortTaken(

@@ -13,6 +13,7 @@ vllm/v1/metrics/loggers.py.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Generator, Sequence
@@ -170,6 +171,7 @@ class VLLM(Server):
             # the start; the default of 0.92 would refuse a second engine beside the first.
             self._flags += ["--gpu-memory-utilization", "0.05"]
         self._eager = enforce_eager
+        self._policy = scheduling_policy
         self._extra_args = list(extra_args)
 
     # What Server asks for.
@@ -261,7 +263,7 @@ class VLLM(Server):
     @overload
     def generate(
         self,
-        prompt: Sequence[str] | Sequence[list[int]],
+        prompt: list[str] | list[list[int]],
         *,
         max_tokens: int = ...,
         temperature: float = ...,
@@ -274,7 +276,7 @@ class VLLM(Server):
     ) -> list[Completion]: ...
     def generate(
         self,
-        prompt: Prompt | Sequence[str] | Sequence[list[int]],
+        prompt: Prompt | list[str] | list[list[int]],
         *,
         max_tokens: int = 16,
         temperature: float = 0.0,
@@ -292,6 +294,9 @@ class VLLM(Server):
         scheduler sees them is not fixed. temperature 0 is greedy. Requests with the same
         `cache_salt` share cached blocks, with different ones they do not. A lower `priority` is
         served first, if vLLM was started with scheduling_policy="priority".
+
+        Where prompt and max_tokens together exceed max_model_len, fewer tokens come, without an
+        error; a prompt that alone fills it is refused. Raises EngineError.
         """
 
         def one(item: Prompt) -> Completion:
@@ -313,7 +318,7 @@ class VLLM(Server):
         if _is_one(prompt):
             return one(prompt)  # type: ignore[arg-type]
         with ThreadPoolExecutor(max_workers=max(1, len(prompt))) as pool:
-            return list(pool.map(one, prompt))  # type: ignore[arg-type]
+            return list(pool.map(one, prompt))
 
     def stream(
         self,
@@ -373,6 +378,12 @@ class VLLM(Server):
         cache_salt: str | None,
         priority: int,
     ) -> dict[str, Any]:
+        if priority and self._policy != "priority":
+            # vLLM would take it and pay no heed.
+            raise EngineError(
+                f"{self.name} serves first come, first served: start it with "
+                f'scheduling_policy="priority" to give priorities.'
+            )
         body: dict[str, Any] = {
             "model": self.model,
             "prompt": prompt,
@@ -459,7 +470,7 @@ _SENTENCES = [
 ]
 
 
-def _is_one(prompt: Prompt | Sequence[str] | Sequence[list[int]]) -> bool:
+def _is_one(prompt: Prompt | list[str] | list[list[int]]) -> bool:
     return isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
 
 
@@ -498,7 +509,11 @@ def _weights(folder: Path) -> int:
     files = set(folder.glob("*.safetensors"))
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        files = {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
+        try:
+            names = json.loads(index.read_text())["weight_map"].values()
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise EngineError(f"{index} cannot be read: get the model anew.") from None
+        files = {folder / name for name in names}
     if not files:
         raise EngineError(f"No weights in {folder}: there is no .safetensors file.")
     numbers = 0
@@ -506,24 +521,21 @@ def _weights(folder: Path) -> int:
         if not path.is_file():
             raise EngineError(f"The model in {folder} is incomplete: {path.name} is missing.")
         size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            try:
+        try:
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
                 header = json.loads(file.read(length) if length < size else b"")
-            except ValueError:
-                raise EngineError(f"{path} is not a whole safetensors file: get it anew.") from None
-        header.pop("__metadata__", None)
-        whole = 8 + length + max(tensor["data_offsets"][1] for tensor in header.values())
+            header.pop("__metadata__", None)
+            tensors = [math.prod(tensor["shape"]) for tensor in header.values()]
+            whole = 8 + length + max(tensor["data_offsets"][1] for tensor in header.values())
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise EngineError(f"{path} is not a whole safetensors file: get it anew.") from None
         if size != whole:
             raise EngineError(
                 f"{path} has {size} bytes, but its header speaks of {whole}: it was cut short. "
                 f"Get the model anew."
             )
-        for tensor in header.values():
-            count = 1
-            for side in tensor["shape"]:
-                count *= side
-            numbers += count
+        numbers += sum(tensors)
     return numbers
 
 

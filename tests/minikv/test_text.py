@@ -1,0 +1,53 @@
+"""Text of a real model: its chat template and its tokenizer, compared with transformers'."""
+
+import pytest
+from transformers import AutoTokenizer
+
+from kvlab import models
+from minikv.tokenizer import Detokenizer, Tokenizer
+
+TEXTS = [
+    "Where does the river Rhône 🏞 end?",
+    "  two spaces, a\ttab\n\nand 𝄞 🙂🚀 缓存里的块 “quoted” ",
+    "<|im_start|> written by a user, {{ braces }} & <html>",
+]
+
+
+@pytest.fixture(scope="module")
+def both():
+    path = models.get("smollm2-135m")
+    return Tokenizer(path), AutoTokenizer.from_pretrained(path)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_same_tokens(both, text):
+    ours, theirs = both
+    assert ours.encode(text) == theirs(text).input_ids
+    assert ours.decode(ours.encode(text)) == theirs.decode(
+        theirs(text).input_ids, skip_special_tokens=True
+    )
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("system", [None, "Answer in one word."])
+def test_the_same_chat(both, text, system):
+    """With and without a system message (the template brings its own), and over several turns."""
+    ours, theirs = both
+    talk = [{"role": "system", "content": system}] if system else []
+    for role, content in (("user", text), ("assistant", "In the sea."), ("user", "Which?")):
+        talk.append({"role": role, "content": content})
+        expected = theirs.apply_chat_template(talk, add_generation_prompt=True, return_dict=False)
+        assert ours.apply_chat_template(talk) == expected
+
+
+@pytest.mark.parametrize("text", TEXTS[:2])
+def test_a_stream_shows_the_text_and_no_half_character(both, text):
+    ours, _ = both
+    detokenizer, pieces = Detokenizer(ours), []
+    for token in ours.encode(text):
+        before = len(detokenizer.text)
+        detokenizer.append(token)
+        pieces.append(detokenizer.text[before:])
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert "" in pieces  # some token was a part of a character
