@@ -316,9 +316,7 @@ def test_a_kv_cache_too_small_for_one_request() -> None:
 
 
 def test_a_deadline_too_short() -> None:
-    message, seconds = failure(deadline=1)
-    assert "not ready after 1 s" in message
-    assert seconds < 60
+    assert "not ready after 1 s" in failure(deadline=1)
 
 
 # How it ends.

@@ -158,8 +158,9 @@ def test_cuda(kind, options, folder, reference):
     assert_equal(llm, reference(kind), prompts(8), tolerance=1e-3)
     assert (llm.stats.preemptions > 0) == ("num_blocks" in options)
 
-    """rope_theta and rope_scaling, as before transformers 5; the kind was called "type" at first."""
-    """rope_theta and rope_scaling, as written before transformers 5; where the kind was called "type" at first."""
+
+def test_older_form_of_the_rope_settings(folder, reference, tmp_path):
+    """rope_theta and rope_scaling, as before transformers 5; at first the kind was a "type"."""
     for key in ("rope_type", "type"):
         old = shutil.copytree(folder("llama3-rope"), tmp_path / key)
         config = json.loads((old / "config.json").read_text())
