@@ -53,10 +53,17 @@ def with_minikv(model: Path, ids: list[int]) -> list[int]:
 def with_vllm(model: Path, ids: list[int]) -> list[int]:
     """The real engine, in its own environment and process."""
     from kvlab.engines import vllm
+    from kvlab.engines.base import EngineError
 
-    with vllm.start(model, dtype="float32") as engine:
-        done = engine.generate(ids, max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True)
-        return list(done.token_ids)
+    try:
+        with vllm.start(model, dtype="float32") as engine:
+            done = engine.generate(ids, max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True)
+            return list(done.token_ids)
+    except EngineError as error:
+        raise SetupError(
+            f"Everything is installed, but vLLM did not pass the self-check.\n{error}\n"
+            "Run the same command again; `kvlab doctor --deep` checks what is installed."
+        ) from error
 
 
 WAYS: dict[str, Callable[[Path, list[int]], list[int]]] = {
