@@ -188,7 +188,7 @@ def failure(what: str, output: str) -> SetupError:
     known = ((reason, cure) for pattern, reason, cure in _CURES if re.search(pattern, output))
     reason, cure = next(known, ("the installer stopped", "Its own words above say why."))
     return SetupError(
-        f"{what[0].upper()}{what[1:]} could not be installed: {reason}.\n{said}\n{cure}\n"
+        f"Could not install {what}: {reason}.\n{said}\n{cure}\n"
         "Then run the same command again: it goes on, and downloads nothing twice."
     )
 

@@ -120,11 +120,11 @@ def ensure_venv() -> None:
         pip += ["--disable-pip-version-check", uv]
         code, output = run_shown(pip, clean_environment(), [held])
         if code:
-            raise failure("uv, the installer,", output)
+            raise failure("uv, the installer", output)
         installer = Installer(python, keep_open=[held])
         installer.pins(python, file, wanted["device"], what)
         checkout = ["--no-deps", "--no-build-isolation", "--quiet", "--editable", str(ROOT)]
-        installer.pip(python, checkout, "The checkout")
+        installer.pip(python, checkout, "the checkout")
         Path(marker).write_text(json.dumps(wanted, indent=1) + "\n")
         print(f"Installed {what} in {time.monotonic() - began:.0f} s.", flush=True)
 

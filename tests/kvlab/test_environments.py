@@ -172,7 +172,7 @@ def test_a_folder_without_its_marker_is_not_whole(small, index):
 def test_without_a_network_it_says_what_to_check(small, index):
     code, said = _end(small("http://127.0.0.1:9/simple"))
     assert code == 1
-    assert "vLLM's environment could not be installed: the network failed" in said
+    assert "Could not install vLLM's environment: the network failed" in said
     assert "HTTPS_PROXY" in said
     _missing()
 
