@@ -356,7 +356,8 @@ def test_a_killed_starter_leaves_nothing_of_vllm(when: str) -> None:
         finally:
             starter.kill()
     assert within(60, lambda: not any(map(runs, tree))), [p for p in tree if runs(p)]
-    assert within(5, lambda: set(folders.glob("*")) <= before)
+    # Another engine of this user may come and go meanwhile: its folder goes too.
+    assert within(90, lambda: set(folders.glob("*")) <= before)
     if port:
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", port)) != 0

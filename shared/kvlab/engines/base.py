@@ -603,11 +603,14 @@ class Server:
             error = json.loads(text)["error"]
             text = error["message"] if isinstance(error, dict) else str(error)
         # An engine whose inner process died still answers for some moments, with this error.
-        until = time.monotonic() + 1
-        while self.is_alive and "EngineCore" in text and time.monotonic() < until:
+        dying = "EngineCore" in text
+        until = time.monotonic() + 10
+        while self.is_alive and dying and time.monotonic() < until:
             time.sleep(0.05)
         if not self.is_alive:
             return self._ended("ended while it was asked")
+        if dying:
+            text = f"{text} Its log: {self.log}"
         return EngineError(f"{self.name} refused: {text}", self.log)
 
     def _ended(self, when: str) -> EngineError:
