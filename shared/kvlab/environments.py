@@ -33,7 +33,7 @@ MARKER = "whole.json"
 CUDA_VERSION = (13, 0)
 COMPUTE_CAPABILITY = (7, 5)
 
-# (gigabytes to download, gigabytes on disk), as seen.
+# (gigabytes to download, gigabytes on disk): seen for the CPU, estimated for CUDA.
 SIZES = {
     ("notebook", "cpu"): (0.5, 1.5),
     ("notebook", "cuda"): (2.9, 5.5),
