@@ -149,14 +149,14 @@ def test_several_prompts_at_once_keep_their_order(engine: VLLM) -> None:
 
 
 def test_preemption_is_counted_and_changes_no_token(engine: VLLM) -> None:
-    # 8 x (100 + 150) tokens do not fit into 44 blocks of 32.
+    # 8 x (100 + 100) tokens do not fit into 44 blocks of 32.
     assert engine.num_blocks() == 45
     prompts = [prompt(100, start=1000 + 200 * i) for i in range(8)]
     before = engine.counters()
-    together = engine.generate(prompts, max_tokens=150, ignore_eos=True)
+    together = engine.generate(prompts, max_tokens=100, ignore_eos=True)
     assert engine.counters().preemptions > before.preemptions
-    assert [len(completion.token_ids) for completion in together] == [150] * 8
-    alone = engine.generate(prompts[-1], max_tokens=150, ignore_eos=True)
+    assert [len(completion.token_ids) for completion in together] == [100] * 8
+    alone = engine.generate(prompts[-1], max_tokens=100, ignore_eos=True)
     assert alone.token_ids == together[-1].token_ids
 
 

@@ -278,6 +278,54 @@ def test_who_is_preempted(policy, victim):
     assert out.preempted[0].num_tokens == 5  # the blocks are gone, the token it got is not
 
 
+def test_a_victim_gives_back_its_share_of_the_step():
+    """12 tokens a step. In the fifth "low" has got 8 when "high" finds no block: "low" loses its
+    blocks and its 8 tokens, and "mid", next in line, is not skipped and gets 8 instead of 3."""
+    scheduler = make(
+        15, 4, max_num_batched_tokens=12, long_prefill_token_threshold=8, policy="priority"
+    )
+    model = PretendModel(4)
+    given = []
+    scheduler.add(request("low", 52, priority=2))
+    for i in range(5):
+        out = step(scheduler, model)
+        given.append({s.request.request_id: s.num_tokens for s in out.scheduled})
+        if i == 0:
+            scheduler.add(request("high", 7, 9, arrival=1, priority=0))
+            scheduler.add(request("mid", 12, arrival=2, priority=1))
+    assert given == [
+        {"low": 12},
+        {"low": 8, "high": 4},
+        {"low": 8, "high": 3, "mid": 1},
+        {"low": 8, "high": 1, "mid": 3},
+        {"high": 1, "mid": 8},
+    ]
+    assert [r.request_id for r in out.preempted] == ["low"]
+
+
+def test_a_step_that_preempts_admits_nobody():
+    """Not even one that is first in line and would fit."""
+    scheduler = make(4, 4, max_num_seqs=2, policy="priority")
+    model = PretendModel(4)
+    scheduler.add(request("low", 5, 9, priority=2))
+    step(scheduler, model)
+    scheduler.add(request("high", 4, 9, arrival=1, priority=0))
+    step(scheduler, model)
+    scheduler.add(request("mid", 1, arrival=2, priority=1))
+    out = step(scheduler, model)  # "high" takes one of the two blocks of "low"
+    assert ([r.request_id for r in out.preempted], out.admitted) == (["low"], {})
+    assert [r.request_id for r in scheduler.waiting] == ["mid", "low"]
+    assert step(scheduler, model).admitted == {"mid": 0}
+
+
+def test_a_prompt_is_admitted_as_a_whole_or_not_at_all():
+    """Its first chunk would fit, but it could not finish beside "a": it waits until "a" is done."""
+    scheduler = make(11, 4, caching=False, max_num_batched_tokens=20)
+    first, last = first_and_last_step(scheduler, [request("a", 20, 4), request("b", 24)])
+    assert last["a"] == 4
+    assert first["b"] == 6  # 24 tokens in two steps
+
+
 def test_a_preempted_request_goes_to_the_head_of_the_queue():
     scheduler = make(3, 4, max_num_seqs=2)
     requests = [request(name, 4, 3) for name in "abc"]

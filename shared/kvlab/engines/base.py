@@ -405,6 +405,8 @@ class Server:
     grace = 10.0
     """Seconds between SIGTERM and SIGKILL. A healthy vLLM needs less than one."""
     _health = "/health"
+    _fatal = ""
+    """What the engine says while it still answers, though an inner process of it has died."""
 
     def __init__(self, model: str, *, port: int | None, deadline: float) -> None:
         self.model = model
@@ -580,8 +582,9 @@ class Server:
                 self.log,
             ) from None
         except httpx.TransportError as error:
-            # A connection breaks some moments before its process is gone.
-            until = time.monotonic() + 2
+            # A connection breaks some moments before its process is gone; a server that closes
+            # because an inner process died takes longer (vLLM looks every five seconds).
+            until = time.monotonic() + 10
             while self.is_alive and time.monotonic() < until:
                 time.sleep(0.05)
             if not self.is_alive:
@@ -602,15 +605,16 @@ class Server:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             error = json.loads(text)["error"]
             text = error["message"] if isinstance(error, dict) else str(error)
-        # An engine whose inner process died still answers for some moments, with this error.
-        dying = "EngineCore" in text
-        until = time.monotonic() + 10
-        while self.is_alive and dying and time.monotonic() < until:
-            time.sleep(0.05)
         if not self.is_alive:
             return self._ended("ended while it was asked")
-        if dying:
-            text = f"{text} Its log: {self.log}"
+        if self._fatal and self._fatal in text:
+            log = self.log
+            self.stop()  # what still answers cannot serve any more
+            return EngineError(
+                f"{self.name} lost an inner process and was stopped. It said: {text}\n"
+                f"Its log: {log}",
+                log,
+            )
         return EngineError(f"{self.name} refused: {text}", self.log)
 
     def _ended(self, when: str) -> EngineError:

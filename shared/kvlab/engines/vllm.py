@@ -108,6 +108,7 @@ class VLLM(Server):
     """A vLLM server; `start` makes one. Its processes end with stop() or its `with` block."""
 
     name = "vLLM"
+    _fatal = "EngineCore encountered an issue"  # vllm/v1/engine/exceptions.py
 
     def __init__(
         self,
