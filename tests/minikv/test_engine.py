@@ -207,6 +207,22 @@ def test_a_step_that_fails_leaves_no_half_written_blocks(engine, monkeypatch, er
     assert output.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
 
 
+def test_a_step_that_fails_ends_its_requests_and_no_others(engine, monkeypatch):
+    llm = engine(max_num_seqs=1)
+    first, second = (llm.add_request(PROMPT[i : i + 9], greedy(2)) for i in (0, 20))
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.runner, "execute", lambda batch: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llm.step()
+    outputs = llm.step() + llm.step()
+    assert [(o.request_id, o.finish_reason) for o in outputs] == [
+        (first, "abort"),
+        (second, None),
+        (second, "length"),
+    ]
+    assert is_idle(llm)
+
+
 def test_preempted_in_the_step_that_had_given_it_tokens(engine):
     """Only under "priority": the victim's blocks were published for a share that is taken back.
 

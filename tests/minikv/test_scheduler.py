@@ -319,11 +319,14 @@ def test_a_step_that_preempts_admits_nobody():
 
 
 def test_a_prompt_is_admitted_as_a_whole_or_not_at_all():
-    """Its first chunk would fit, but it could not finish beside "a": it waits until "a" is done."""
-    scheduler = make(11, 4, caching=False, max_num_batched_tokens=20)
-    first, last = first_and_last_step(scheduler, [request("a", 20, 4), request("b", 24)])
-    assert last["a"] == 4
-    assert first["b"] == 6  # 24 tokens in two steps
+    """In the second step there is budget for 4 of its 24 tokens, and 5 blocks are free. It needs 6,
+    and could not go on beside "a": it waits until "a" is done."""
+    scheduler = make(11, 4, caching=False, max_num_batched_tokens=12)
+    a, b = request("a", 20, 4), request("b", 24)
+    first, last = first_and_last_step(scheduler, [a, b])
+    assert last["a"] == 5
+    assert first["b"] == 7  # 24 tokens in two steps
+    assert (a.num_preemptions, b.num_preemptions) == (0, 0)
 
 
 def test_a_preempted_request_goes_to_the_head_of_the_queue():
