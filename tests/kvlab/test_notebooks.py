@@ -103,11 +103,13 @@ def test_unknown_notebook_lists_those_there_are():
         notebooks.find("labs/77")
 
 
-def _nbval(path):
+def _nbval(path, **variables):
+    # The file lies outside the checkout, where the root's conftest.py does not choose the kernel.
+    options = ["--nbval", "--nbval-current-env", "-q", "-p", "no:cacheprovider"]
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "--nbval", "-q", "-p", "no:cacheprovider", str(path)],
+        [sys.executable, "-m", "pytest", *options, str(path)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **variables},
         capture_output=True,
         text=True,
         timeout=300,
@@ -135,3 +137,27 @@ def test_nbval_sees_a_changed_engine_number(tmp_path):
     result = _nbval(path)
     assert result.returncode == 1
     assert "2191" in result.stdout
+
+
+def test_strict_nbval_grades_a_learners_copy(tmp_path):
+    """The README's command: an open or wrong exercise fails, a right one passes.
+
+    The copy is cut down to the first exercise, which needs no engine.
+    """
+    lab = notebooks.read(ROOT / "labs" / "00_one_request.ipynb")
+    lab.cells = [c for c in lab.cells if c.id in ("imports", "ex1")]
+    path = tmp_path / "mine.ipynb"
+    exercise = lab.cells[-1]
+    stub = 'token_forwards = {"without cache": ..., "with cache": ...}'
+    assert stub in exercise.source
+    open_source = exercise.source
+    for answer, code in (
+        (stub, 1),
+        ('token_forwards = {"without cache": 2190, "with cache": 120}', 1),
+        ('token_forwards = {"without cache": 2190, "with cache": 119}', 0),
+    ):
+        exercise.source = open_source.replace(stub, answer)
+        path.write_text(nbformat.writes(lab))
+        result = _nbval(path, KVLAB_STRICT="1")
+        assert result.returncode == code, result.stdout
+        assert ("NotPassed" in result.stdout) == bool(code)
