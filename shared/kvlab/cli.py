@@ -181,6 +181,8 @@ def clean(
 
 def main() -> None:
     """The console script: what goes wrong in the set-up is told without a traceback."""
+    if not sys.stderr.isatty():  # in a log each redrawing of a library's bar is one more line
+        os.environ.setdefault("TQDM_DISABLE", "1")
     sys.exit(run_plainly(lambda: app()))
 
 

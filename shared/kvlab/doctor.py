@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,10 +22,9 @@ from kvlab.setup import refusal
 _SET_UP = "Not made yet: `make setup` makes it."
 
 
-class Row(NamedTuple):
-    """One line of the table."""
+class Finding(NamedTuple):
+    """What there is of one part of the machine or the set-up."""
 
-    part: str
     found: str
     verdict: str
     """what this means, or what is missing and what to do"""
@@ -40,13 +40,13 @@ def chromium() -> Path | None:
     return None
 
 
-def _python() -> Row:
+def _python() -> Finding:
     version = ".".join(map(str, sys.version_info[:3]))
     refused = refusal()
-    return Row("Python", f"{version} ({sys.executable})", refused or "fits", not refused)
+    return Finding(f"{version} ({sys.executable})", refused or "fits", not refused)
 
 
-def _cpu() -> Row:
+def _cpu() -> Finding:
     model, flags = "unknown CPU", set[str]()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -57,13 +57,13 @@ def _cpu() -> Row:
     cores = len(os.sched_getaffinity(0))
     found = f"{model}, {cores} core{'s' * (cores != 1)}"
     if "avx512f" in flags:
-        return Row("CPU", found, "AVX-512: vLLM's CPU build runs", True)
+        return Finding(found, "AVX-512: vLLM's CPU build runs", True)
     if "avx2" in flags:
-        return Row("CPU", found, "AVX2: vLLM's CPU build runs", True)
-    return Row("CPU", found, "No AVX2: vLLM's CPU build does not run; minikv does.", False)
+        return Finding(found, "AVX2: vLLM's CPU build runs", True)
+    return Finding(found, "No AVX2: vLLM's CPU build does not run; minikv does.", False)
 
 
-def _memory() -> Row:
+def _memory() -> Finding:
     amounts = {}
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -73,10 +73,10 @@ def _memory() -> Row:
     verdict = (
         "enough for a lab" if enough else "A lab with an engine wants 4 GB: end some programs."
     )
-    return Row("Memory", f"{free:.1f} of {total:.1f} GB free", verdict, enough)
+    return Finding(f"{free:.1f} of {total:.1f} GB free", verdict, enough)
 
 
-def _disk() -> Row:
+def _disk() -> Finding:
     """Room for what is still to be installed."""
     device = environments.device()
     missing = 0.0
@@ -87,11 +87,11 @@ def _disk() -> Row:
     free = shutil.disk_usage(existing(cache())).free / 1e9
     found = f"{free:.0f} GB free for {cache()}"
     if free < missing + 1:
-        return Row("Disk", found, f"The set-up still wants {missing + 1:.1f} GB: free some.", False)
-    return Row("Disk", found, "enough", True)
+        return Finding(found, f"The set-up still wants {missing + 1:.1f} GB: free some.", False)
+    return Finding(found, "enough", True)
 
 
-def _gpu() -> Row:
+def _gpu() -> Finding:
     gpu = environments.gpu()
     device, reason = environments.device_and_reason()
     if isinstance(gpu, str):
@@ -102,7 +102,7 @@ def _gpu() -> Row:
             f"{gpu.capability[0]}.{gpu.capability[1]}, driver for CUDA {gpu.cuda[0]}.{gpu.cuda[1]}"
         )
     # A machine without a GPU is a normal one; a GPU that cannot be used is worth a mark.
-    return Row("GPU", found, f"{reason}: {device} builds", isinstance(gpu, str) or device == "cuda")
+    return Finding(found, f"{reason}: {device} builds", isinstance(gpu, str) or device == "cuda")
 
 
 def _runs(python: Path, module: str) -> str:
@@ -111,59 +111,64 @@ def _runs(python: Path, module: str) -> str:
     return "" if asked.returncode == 0 else (asked.stderr.strip().splitlines() or ["it failed"])[-1]
 
 
-def _environment(title: str, place: Path, module: str, deep: bool) -> Row:
+def _environment(place: Path, module: str, deep: bool) -> Finding:
     if not environments.is_whole(place):
-        return Row(title, "missing", _SET_UP, False)
+        return Finding("missing", _SET_UP, False)
     wrong = _runs(place / "bin" / "python", module) if deep else ""
     if wrong:
-        return Row(title, str(place), f"{wrong}. Remove this folder, then `make setup`.", False)
-    return Row(title, str(place), f"{module} imports" if deep else "whole", True)
+        return Finding(str(place), f"{wrong}. Remove this folder, then `make setup`.", False)
+    return Finding(str(place), f"{module} imports" if deep else "whole", True)
 
 
-def _model(deep: bool) -> Row:
+def _model(deep: bool) -> Finding:
     from kvlab import models
 
     place = cache() / "models" / models.DEFAULT
     if not place.exists():
-        return Row("Model", f"{models.DEFAULT}: missing", _SET_UP, False)
+        return Finding(f"{models.DEFAULT}: missing", _SET_UP, False)
     wrong = models.damage(place, deep)
     if wrong:
-        return Row("Model", str(place), f"Damaged ({wrong}): remove it, then `make setup`.", False)
-    return Row("Model", str(place), "checksums right" if deep else "whole", True)
+        return Finding(str(place), f"Damaged ({wrong}): remove it, then `make setup`.", False)
+    return Finding(str(place), "checksums right" if deep else "whole", True)
 
 
-def _chromium() -> Row:
+def _chromium() -> Finding:
     found = chromium()
     if found:
-        return Row("Chromium", str(found), "the browser test runs", True)
+        return Finding(str(found), "the browser test runs", True)
     how = "The browser test is skipped. On Debian or Ubuntu: sudo apt install chromium"
-    return Row("Chromium", "none", how, False)
+    return Finding("none", how, False)
 
 
-def rows(deep: bool = False) -> list[Row]:
-    """What there is. deep: also read every byte of the model and import torch and vLLM."""
-    first = [_python(), _cpu(), _memory()]
-    try:
-        devices = [_gpu(), _disk()]
-        vllm = environments.folder("vllm")
-    except SetupError as error:
-        return [*first, Row("GPU", "?", str(error), False)]
-    return [
-        *first,
-        *devices,
-        _environment("Notebook environment", VENV, "torch", deep),
-        _environment("vLLM environment", vllm, "vllm", deep),
-        _model(deep),
-        _chromium(),
-    ]
+def findings(deep: bool = False) -> dict[str, Finding]:
+    """What there is, by part. deep: read every byte of the model, import torch and vLLM."""
+    looks: dict[str, Callable[[], Finding]] = {
+        "Python": _python,
+        "CPU": _cpu,
+        "Memory": _memory,
+        "GPU": _gpu,
+        "Disk": _disk,
+        "Notebook environment": lambda: _environment(VENV, "torch", deep),
+        "vLLM environment": lambda: _environment(environments.folder("vllm"), "vllm", deep),
+        "Model": lambda: _model(deep),
+        "Chromium": _chromium,
+    }
+
+    def look(part: str) -> Finding:
+        try:
+            return looks[part]()
+        except (SetupError, OSError) as error:  # a bad setting, a folder that is not ours to read
+            return Finding("?", str(error), False)
+
+    return {part: look(part) for part in looks}
 
 
 def report(deep: bool = False) -> None:
     """Print the table; as plain lines where rich is not installed."""
-    found = rows(deep)
+    found = findings(deep)
     if importlib.util.find_spec("rich") is None:
-        for row in found:
-            print(f"{'ok' if row.ok else 'NO':3}{row.part}: {row.found}\n     {row.verdict}")
+        for part, row in found.items():
+            print(f"{'ok' if row.ok else 'NO':3}{part}: {row.found}\n     {row.verdict}")
         return
     from rich.console import Console
     from rich.table import Table
@@ -172,9 +177,9 @@ def report(deep: bool = False) -> None:
     table = Table(title="What this machine can run", title_justify="left")
     for heading in ("", "part", "found", "so"):
         table.add_column(heading, overflow="fold")
-    for row in found:
+    for part, row in found.items():
         mark = Text("yes", "green") if row.ok else Text("no", "red")
-        table.add_row(mark, row.part, Text(row.found), Text(row.verdict))
+        table.add_row(mark, part, Text(row.found), Text(row.verdict))
     Console().print(table)
 
 

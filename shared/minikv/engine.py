@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import operator
 import random
+import reprlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -203,8 +204,10 @@ class LLM:
         sampling_params, priority: one for all, or one for each.
         Raises ValueError before anything runs if any of them is invalid.
         """
-        alone = isinstance(prompts, str) or (len(prompts) > 0 and _is_token_id(prompts[0]))
-        many: Sequence[Any] = [prompts] if alone else prompts
+        if not _is_list(prompts):
+            many: Sequence[Any] = [prompts]
+        else:
+            many = [prompts] if len(prompts) > 0 and _is_token_id(prompts[0]) else prompts
         if sampling_params is None:
             sampling_params = SamplingParams()
         params = _one_each(sampling_params, len(many), "sampling_params")
@@ -420,10 +423,13 @@ class LLM:
         self.scheduler.add(client.request)
 
     def _check_token_ids(self, token_ids: Any) -> list[int]:
+        if not _is_list(token_ids) or not all(_is_token_id(token) for token in token_ids):
+            raise ValueError(
+                "a prompt must be a text or a list of whole numbers (token ids); got "
+                f"{reprlib.repr(token_ids)}"
+            )
         if len(token_ids) == 0:
             raise ValueError("the prompt is empty: the model needs at least one token")
-        if not all(_is_token_id(token) for token in token_ids):
-            raise ValueError("a prompt must be a text or a list of whole numbers (token ids)")
         size = self.config.vocab_size
         ids = [operator.index(token) for token in token_ids]
         bad = next((token for token in ids if not 0 <= token < size), None)
@@ -438,6 +444,15 @@ class LLM:
                 "strings"
             )
         return self.tokenizer
+
+
+def _is_list(value: Any) -> bool:
+    """Whether it is items in an order: a list, a tuple, a tensor or array, but no text or dict."""
+    return (
+        hasattr(value, "__len__")
+        and hasattr(value, "__getitem__")
+        and not isinstance(value, str | bytes | Mapping)
+    )
 
 
 def _is_token_id(value: Any) -> bool:

@@ -27,7 +27,7 @@ def test_it_runs_on_the_standard_library_alone(tmp_path):
 def test_a_damaged_model_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("KVLAB_CACHE", str(tmp_path))
     (tmp_path / "models" / models.DEFAULT).mkdir(parents=True)
-    (row,) = (row for row in doctor.rows() if row.part == "Model")
+    row = doctor.findings()["Model"]
     assert not row.ok
     assert "no readable manifest" in row.verdict
 
@@ -36,7 +36,7 @@ def test_a_gpu_that_cannot_be_used_says_why(monkeypatch):
     old = environments.Gpu("P100", 16 << 30, (6, 0), (13, 0))
     monkeypatch.delenv("KVLAB_DEVICE", raising=False)
     monkeypatch.setattr(environments, "gpu", lambda: old)
-    (row,) = (row for row in doctor.rows() if row.part == "GPU")
+    row = doctor.findings()["GPU"]
     assert not row.ok
     assert "compute capability 6.0" in row.verdict
     assert "cpu builds" in row.verdict
@@ -46,6 +46,16 @@ def test_a_bad_setting_is_a_row_and_no_crash(monkeypatch, capsys):
     monkeypatch.setenv("KVLAB_DEVICE", "tpu")
     doctor.report()
     assert "tpu" in capsys.readouterr().out
+
+
+def test_a_folder_that_may_not_be_read_is_a_row_and_no_crash(monkeypatch):
+    def refuse(_):
+        raise PermissionError(13, "Permission denied", "/somewhere/.venv")
+
+    monkeypatch.setattr(environments, "is_whole", refuse)
+    row = doctor.findings()["Notebook environment"]
+    assert not row.ok
+    assert "Permission denied: '/somewhere/.venv'" in row.verdict
 
 
 @pytest.mark.parametrize("module", ["no_such_module_here", "json"])

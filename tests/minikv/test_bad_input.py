@@ -47,6 +47,12 @@ def refuses(message):
         ([[1, 2.5]], "a text or a list of whole numbers"),
         ([1, "a"], "a text or a list of whole numbers"),
         ([[True]], "a text or a list of whole numbers"),
+        ({"text": "hello"}, "a text or a list of whole numbers .*; got {'text': 'hello'}"),
+        ([{"text": "hello"}], "a text or a list of whole numbers .*; got {'text': 'hello'}"),
+        (None, "a text or a list of whole numbers .*; got None"),
+        ([None], "a text or a list of whole numbers .*; got None"),
+        (7, "a text or a list of whole numbers .*; got 7"),
+        (b"hello", "a text or a list of whole numbers .*; got b'hello'"),
     ],
 )
 def test_prompts(llm, prompt, message):
