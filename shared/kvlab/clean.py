@@ -18,9 +18,9 @@ _LEFTOVERS = (".pytest_cache", ".mypy_cache", ".ruff_cache", "build", ".hypothes
 
 def remove(places: list[Path]) -> int:
     """Remove files and folders; returns the bytes that this freed."""
-    freed = 0
+    folders = [place for place in places if place.is_dir() and not place.is_symlink()]
+    freed = size(*folders, freed=True)
     for place in places:
-        freed += size(place) if place.is_dir() else place.lstat().st_size
         print(f"Removing {place}")
         if place.is_dir() and not place.is_symlink():
             shutil.rmtree(place)

@@ -58,7 +58,7 @@ def _record_setup() -> None:
         {
             "minutes": round(seconds / 60, 1),
             "again_seconds": round(time.monotonic() - began),
-            "disk_gb": round((size(cache()) + size(VENV)) / 1e9, 1),
+            "disk_gb": round(size(cache(), VENV) / 1e9, 1),
             "conditions_text": f"{cores} cores, {device} builds",
         },
     )

@@ -101,6 +101,10 @@ def die_with_parent() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+# What uv lists at the end, in colour on a terminal: " + torch==2.13.0", 150 times.
+_PACKAGE_LINE = re.compile(rb"^ (?:\x1b\[\d+m)?[-+~](?:\x1b\[\d+m)? [^\r\n]*\r?\n", re.MULTILINE)
+
+
 def run_shown(
     command: Sequence[str | Path],
     environment: Mapping[str, str],
@@ -108,7 +112,8 @@ def run_shown(
 ) -> tuple[int, str]:
     """Run a command with its output on the screen: (exit code, that output).
 
-    On a terminal the command gets one too, or it would not draw its progress.
+    On a terminal the command gets one too, or it would not draw its progress. uv's
+    list of every package it installed is left out.
     keep_open: descriptors that the child keeps; a lock held there stays held
     until the child has ended as well.
     """
@@ -129,7 +134,7 @@ def run_shown(
         preexec_fn=die_with_parent,
     ) as process:
         os.close(writer)
-        output = b""
+        output = shown = b""
         try:
             while True:
                 try:
@@ -138,12 +143,18 @@ def run_shown(
                     break
                 if not piece:
                     break
-                os.write(2, piece)
                 output = (output + piece)[-20_000:]
+                shown += piece
+                # A line that may yet turn out to name a package waits for its end.
+                end = shown.rfind(b"\n") + 1
+                end = end if shown.startswith(b" ", end) else len(shown)
+                os.write(2, _PACKAGE_LINE.sub(b"", shown[:end]))
+                shown = shown[end:]
         except KeyboardInterrupt:
             process.terminate()
             raise
         finally:
+            os.write(2, shown)
             os.close(reader)
     text = output.decode(errors="replace").replace("\r", "\n")
     return process.returncode, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)

@@ -40,6 +40,8 @@ def register(user: bool) -> None:
     In this environment always; with user=True in the user's own Jupyter folder too,
     where a hosted JupyterLab that runs elsewhere finds it.
     """
+    # Asked for a spec, IPython makes its folder at once: in the cache folder, not at home.
+    os.environ["IPYTHONDIR"] = str(make_cache("jupyter", "ipython"))
     from ipykernel.kernelspec import install
 
     install(prefix=sys.prefix, kernel_name=KERNEL, display_name=TITLE)
@@ -55,7 +57,6 @@ def _options(root: Path, port: int, token: str) -> list[str]:
     """JupyterLab's command line for the course. Sets what its processes inherit, too."""
     for kind in ("config", "data", "runtime"):
         os.environ[f"JUPYTER_{kind.upper()}_DIR"] = str(make_cache("jupyter", kind))
-    os.environ["IPYTHONDIR"] = str(make_cache("jupyter", "ipython"))
     # So that `kvlab` and `python` in a JupyterLab terminal are the course's own.
     os.environ["PATH"] = f"{sys.prefix}/bin{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     os.environ["VIRTUAL_ENV"] = sys.prefix
@@ -72,6 +73,8 @@ def _options(root: Path, port: int, token: str) -> list[str]:
         "--LabApp.news_url=None",
         "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
         "--LabApp.extension_manager=readonly",
+        # It looks for language servers, which asks npm, which writes into the home folder.
+        "--ServerApp.jpserver_extensions={'jupyter_lsp': False}",
         # The checkout may be on a disk whose files SQLite cannot lock; this is
         # only a cache of file ids.
         f"--FileIdManager.db_path={make_cache('jupyter', 'data') / 'file_ids.db'}",

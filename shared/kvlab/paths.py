@@ -113,19 +113,26 @@ def need_room(folder: Path, gigabytes: float, what: str) -> None:
         )
 
 
-def size(folder: Path) -> int:
-    """Bytes on disk under `folder`; a file with several names there counts once."""
-    seen: set[tuple[int, int]] = set()
+def size(*folders: Path, freed: bool = False) -> int:
+    """Bytes on disk under the folders; a file with several names there counts once.
+
+    freed: only what removing the folders would give back. uv's cache and the environments
+    made from it share most files, and a shared file stays while it has a name elsewhere.
+    """
+    names: dict[tuple[int, int], int] = {}
     total = 0
-    for place, folders, files in os.walk(folder):
-        for name in [*folders, *files]:
-            try:
-                stat = os.lstat(os.path.join(place, name))
-            except FileNotFoundError:
-                continue
-            if (stat.st_dev, stat.st_ino) not in seen:
-                seen.add((stat.st_dev, stat.st_ino))
-                total += stat.st_blocks * 512
+    for top in folders:
+        for place, below, files in os.walk(top):
+            for name in [*below, *files]:
+                try:
+                    stat = os.lstat(os.path.join(place, name))
+                except FileNotFoundError:
+                    continue
+                file = (stat.st_dev, stat.st_ino)
+                names[file] = names.get(file, 0) + 1
+                whole = stat.st_nlink if freed and name in files else 1
+                if names[file] == whole:
+                    total += stat.st_blocks * 512
     return total
 
 

@@ -11,6 +11,7 @@ What a step did is written down as plain data (`trace`), what all steps cost is 
 from __future__ import annotations
 
 import operator
+import os
 import random
 import reprlib
 from collections import deque
@@ -24,7 +25,14 @@ from torch import Tensor
 
 from minikv.attention import KVCache
 from minikv.blocks import KVCacheManager
-from minikv.request import Piece, Request, RequestOutput, RequestStatus, SamplingParams
+from minikv.request import (
+    Piece,
+    Request,
+    RequestOutput,
+    RequestStatus,
+    SamplingParams,
+    whole_number,
+)
 from minikv.runner import Runner
 from minikv.scheduler import Scheduler, SchedulerOutput
 from minikv.tokenizer import Detokenizer, Tokenizer
@@ -146,7 +154,12 @@ class LLM:
         enable_prefix_caching: bool = True,
         seed: int = 0,
     ) -> None:
-        folder = Path(folder)
+        block_size = whole_number("block_size", block_size, least=1)
+        if num_blocks is not None:
+            num_blocks = whole_number("num_blocks", num_blocks)
+        if max_model_len is not None:
+            max_model_len = whole_number("max_model_len", max_model_len)
+        folder = Path(folder).expanduser()
         raw = read_json(folder / "config.json")
         self.config = model_config(raw)
         self.dtype = _dtype(dtype, raw)
@@ -156,13 +169,15 @@ class LLM:
         self.trace: deque[Step] = deque(maxlen=TRACE_STEPS)  # the last steps, oldest first
 
         if num_blocks is None:
-            num_blocks = kv_cache_memory_bytes // (max(block_size, 1) * self.kv_bytes_per_token)
+            memory = whole_number("kv_cache_memory_bytes", kv_cache_memory_bytes)
+            num_blocks = memory // (block_size * self.kv_bytes_per_token)
             if num_blocks < 2:
                 raise ValueError(
                     f"kv_cache_memory_bytes={kv_cache_memory_bytes} holds {num_blocks} blocks of "
                     f"{block_size} tokens at {self.kv_bytes_per_token} bytes a token; 2 are the "
                     "least (block 0 is the null block): raise it, or lower block_size"
                 )
+        _check_memory(num_blocks * block_size * self.kv_bytes_per_token, self.device)
         kv = KVCacheManager(num_blocks, block_size, enable_prefix_caching)
         self.max_model_len = _max_model_len(
             max_model_len, self.config.max_position_embeddings, (num_blocks - 1) * block_size
@@ -170,9 +185,11 @@ class LLM:
         self.scheduler = Scheduler(
             kv,
             max_model_len=self.max_model_len,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_num_seqs=max_num_seqs,
-            long_prefill_token_threshold=long_prefill_token_threshold,
+            max_num_batched_tokens=whole_number("max_num_batched_tokens", max_num_batched_tokens),
+            max_num_seqs=whole_number("max_num_seqs", max_num_seqs),
+            long_prefill_token_threshold=whole_number(
+                "long_prefill_token_threshold", long_prefill_token_threshold
+            ),
             policy=scheduling_policy,
         )
         has_tokenizer = (folder / "tokenizer.json").exists()
@@ -216,9 +233,9 @@ class LLM:
             self._make_client(prompt, p, priority=rank, cache_salt=cache_salt)
             for prompt, p, rank in zip(many, params, priorities, strict=True)
         ]
-        for client in clients:
-            self._add(client)
         try:
+            for client in clients:
+                self._add(client)
             while any(not client.request.status.finished for client in clients):
                 self._step()
         finally:  # after Ctrl-C too: nothing of this call goes on running
@@ -321,8 +338,15 @@ class LLM:
 
     def forward(self, token_ids: Sequence[int]) -> Tensor:
         """Logits after each token of one sequence, float32 [n, vocab_size], without any cache: all
-        n tokens are computed. It shows what generation costs when nothing is remembered."""
+        n tokens are computed. It shows what generation costs when nothing is remembered.
+
+        Raises ValueError for tokens that are none, or more than the model was made for."""
         token_ids = self._check_token_ids(token_ids)
+        if len(token_ids) > self.config.max_position_embeddings:
+            raise ValueError(
+                f"{len(token_ids)} tokens, but the model was made for "
+                f"{self.config.max_position_embeddings}"
+            )
         self.stats.token_forwards += len(token_ids)
         return self.runner.forward(token_ids)
 
@@ -380,7 +404,8 @@ class LLM:
         stats.preemptions += len(out.preempted)
         for share in out.scheduled:
             request = share.request
-            if request.request_id in out.admitted and request.num_preemptions == 0:
+            first = request.request_id in out.admitted and request.num_preemptions == 0
+            if first and kv.pool.enable_caching:
                 stats.prefix_cache_queries += request.num_tokens
                 stats.prefix_cache_hits += out.admitted[request.request_id]
         stats.peak_blocks = max(stats.peak_blocks, kv.pool.num_blocks - 1 - kv.pool.num_free)
@@ -389,6 +414,11 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams, *, priority: int, cache_salt: str | None
     ) -> _Client:
         """Check a request and number it; it is not queued yet."""
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params must be SamplingParams; got {params!r}")
+        priority = whole_number("priority", priority)
+        if not isinstance(cache_salt, str | None):
+            raise ValueError(f"cache_salt must be a text or None; got {cache_salt!r}")
         text = prompt if isinstance(prompt, str) else None
         token_ids = self._check_token_ids(
             self._need_tokenizer().encode(text) if text is not None else prompt
@@ -415,7 +445,9 @@ class LLM:
             arrival=self._num_requests,
             cache_salt=cache_salt,
         )
-        detokenizer = Detokenizer(self.tokenizer, params.stop) if self.tokenizer else None
+        detokenizer = None
+        if self.tokenizer:
+            detokenizer = Detokenizer(self.tokenizer, params.stop, token_ids)
         return _Client(request, text, detokenizer)
 
     def _add(self, client: _Client) -> None:
@@ -484,6 +516,20 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
+
+
+def _check_memory(kv_bytes: int, device: torch.device) -> None:
+    """Refuse a KV cache that the whole machine or GPU could not hold: else the system might
+    promise the memory and end the process when it is written."""
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if kv_bytes > memory:
+        raise ValueError(
+            f"the KV cache would take {kv_bytes / 1e9:.1f} GB, and there are {memory / 1e9:.1f} GB "
+            "in all: lower num_blocks or kv_cache_memory_bytes"
+        )
 
 
 def _max_model_len(asked: int | None, model_limit: int, pool_tokens: int) -> int:

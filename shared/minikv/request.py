@@ -15,27 +15,49 @@ wide later (vLLM 0.32.0, v1/core/sched/scheduler.py, note at the head of `schedu
 
 from __future__ import annotations
 
+import functools
 import math
+import numbers
+import operator
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def whole_number(name: str, value: Any, least: int | None = None) -> int:
+    """`value` as an int, from numpy or torch too; ValueError for what is none, or is too small."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ValueError(f"{name} must be a whole number; got {value!r}")
+    number = operator.index(value)
+    if least is not None and number < least:
+        raise ValueError(f"{name} must be at least {least}; got {number}")
+    return number
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to choose tokens, and when to stop. Names and defaults are those of vLLM.
 
-    temperature: 0 is greedy; otherwise logits are divided by it before the softmax.
+    temperature: 0 is greedy; otherwise logits are divided by it before the softmax. Above 0 it is
+        0.01 at least: smaller ones would overflow, and vLLM raises them too.
     top_p: sample only from the smallest set of most likely tokens that holds this much mass.
     max_tokens: output tokens at most, at least 1. The context window may end it earlier.
-    seed: of the request's own generator, so its tokens depend neither on what it is batched with,
-        nor on chunking or preemption. None: the engine gives each request a seed of its own.
+    seed: of the request's own generator, whose numbers depend neither on what the request is
+        batched with, nor on chunking or preemption. In float32 so do its tokens; in bf16 the
+        logits themselves change a little with the shape of the batch, and a close call can fall
+        the other way. None: the engine gives each request a seed of its own.
     stop: strings; the text ends before the first that appears.
-    stop_token_ids: token ids that end the output; in `token_ids`, not in the text.
+    stop_token_ids: token ids that end the output; in `token_ids`, not in the text. None, vLLM's
+        default, does for both.
     ignore_eos: go on after the model's end-of-sequence token.
 
-    Raises ValueError for a value out of range.
+    Raises ValueError for a value out of range or of another kind.
     """
 
     temperature: float = 1.0
@@ -47,26 +69,28 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+        temperature, top_p = self.temperature, self.top_p
+        if not (is_number(temperature) and math.isfinite(temperature) and temperature >= 0):
             raise ValueError(
-                f"temperature must be a finite number, 0 (greedy) or more; got {self.temperature}"
+                f"temperature must be a finite number, 0 (greedy) or more; got {temperature!r}"
             )
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], 1 keeps every token; got {self.top_p}")
-        if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int):
-            raise ValueError(f"max_tokens must be a whole number; got {self.max_tokens!r}")
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1; got {self.max_tokens}")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if not (is_number(top_p) and 0 < top_p <= 1):
+            raise ValueError(f"top_p must be in (0, 1], 1 keeps every token; got {top_p!r}")
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if not all(isinstance(s, str) and s for s in stop):
             raise ValueError(f"stop must be non-empty strings; got {self.stop!r}")
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        set_value = functools.partial(object.__setattr__, self)  # the way into a frozen dataclass
+        set_value("temperature", max(temperature, 0.01) if temperature else 0.0)
+        set_value("max_tokens", whole_number("max_tokens", self.max_tokens, least=1))
+        if self.seed is not None:
+            set_value("seed", whole_number("seed", self.seed))
+        set_value("stop", stop)
+        ids = tuple(whole_number("stop_token_ids", i, least=0) for i in self.stop_token_ids or ())
+        set_value("stop_token_ids", ids)
 
     @property
     def greedy(self) -> bool:
-        # Below 1e-5 the division would overflow: vLLM too takes the most likely token there.
-        return self.temperature < 1e-5
+        return self.temperature == 0
 
 
 class RequestStatus(Enum):

@@ -32,7 +32,8 @@ class Runner:
         """Run one step: next token and its log-probability, by request id.
 
         Requests whose share ends before their last token (a chunk of a prompt) get neither. The
-        log-probability is the model's own, before temperature and top_p.
+        log-probability is the model's own, before temperature and top_p. Raises ValueError if the
+        model gives NaN.
         """
         token_ids = [t for share in batch for t in share.request.token_ids[share.start : share.end]]
         attend = PagedBatch(
@@ -45,11 +46,16 @@ class Runner:
         if not last_rows:
             return {}, {}
         logits = self.model.logits(hidden[self._tensor(list(last_rows.values()))])
+        all_logprobs = logits.log_softmax(-1)
+        if all_logprobs.isnan().any():
+            raise ValueError(
+                "the model gave NaN: its weights are damaged, or too large for this dtype"
+            )
         chosen = logits.argmax(-1).tolist()
         for i, request in enumerate(last_rows):
             if not request.params.greedy:
                 chosen[i] = sample(logits[i], request.params, request.rng.random())
-        logprobs = logits.log_softmax(-1).gather(1, self._tensor(chosen)[:, None])[:, 0].tolist()
+        logprobs = all_logprobs.gather(1, self._tensor(chosen)[:, None])[:, 0].tolist()
         ids = [request.request_id for request in last_rows]
         return dict(zip(ids, chosen, strict=True)), dict(zip(ids, logprobs, strict=True))
 
@@ -69,7 +75,7 @@ def sample(logits: Tensor, params: SamplingParams, uniform: float) -> int:
     With the tokens in a row, each as long as its probability, the choice is the one in which
     `uniform` * total length falls. Under top_p the row is sorted and ends with the token that
     completes the mass. One number per token, drawn from the request's own generator, is all the
-    chance there is: so a seed gives the same tokens in any batch.
+    chance there is: so with the same logits a seed gives the same tokens.
     """
     probs = torch.softmax(logits / params.temperature, dim=-1)
     if params.top_p < 1:

@@ -127,7 +127,8 @@ class Scheduler:
         """Decide the next step and reserve its KV slots.
 
         The caller runs the step, then calls `update`; or, if the step fails, `finish` for each
-        scheduled request. A step can be empty when the only request in line preempted itself.
+        scheduled request. A step can be empty: when a request took its own blocks back before
+        anyone else had a share.
         """
         out = SchedulerOutput()
         shares: dict[Request, ScheduledRequest] = {}
@@ -242,7 +243,7 @@ class Scheduler:
         start = request.num_computed_tokens
         # Published before it is computed, so that the next request in this very step can share it.
         # That is sound because a layer writes the keys and values of the whole batch before any
-        # query of the batch reads them (`runner.py`).
+        # query of the batch reads them (`attention/paged.py`).
         self.kv.publish(request.request_id, request.block_hashes, start + num_tokens)
         block_ids = self.kv.block_ids(request.request_id)
         shares[request] = ScheduledRequest(request, start, num_tokens, block_ids)
@@ -278,8 +279,7 @@ class Scheduler:
             )
 
     def _check_stop(self, request: Request) -> RequestStatus | None:
-        """In this order: end of sequence, stop token, length. So an end-of-sequence token in the
-        last place counts as a stop."""
+        """Length comes last: an end-of-sequence token in the last place counts as a stop."""
         token, params = request.token_ids[-1], request.params
         if token in params.stop_token_ids:
             return RequestStatus.FINISHED_STOPPED

@@ -12,6 +12,7 @@ weights: it runs in a sandbox and can change nothing.
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -24,6 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from minikv.weights import read_json
 
+PROMPT_TAIL = 5  # tokens; vLLM 0.32.0 lets its decode stream begin with the whole prompt
 REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
 
 
@@ -49,7 +51,13 @@ class Tokenizer:
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with the tokens that the model expects around it (such as BOS)."""
+        """Token ids of a text, with the tokens that the model expects around it (such as BOS).
+
+        Raises ValueError for a text that is not valid Unicode (a lone surrogate)."""
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the text is not valid Unicode: {error}") from None
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -63,8 +71,18 @@ class Tokenizer:
 
         messages: [{"role": "user", "content": "..."}, ...].
         variables: more names for the template, such as enable_thinking for Qwen3.
-        Raises ValueError if the model has no template or the template refuses the messages.
+        Raises ValueError if messages are none, if the model has no template, or if the template
+        refuses the messages.
         """
+        if (
+            not isinstance(messages, Sequence)
+            or not messages
+            or not all(isinstance(message, Mapping) and "role" in message for message in messages)
+        ):
+            raise ValueError(
+                'messages must be a list such as [{"role": "user", "content": "..."}]; got '
+                f"{reprlib.repr(messages)}"
+            )
         if self._template is None:
             raise ValueError("this model has no chat template: use generate() with a plain prompt")
         env = ImmutableSandboxedEnvironment(
@@ -78,10 +96,12 @@ class Tokenizer:
             for name, value in self._config.items()
             if name.endswith("_token")
         }
-        values = {**special, "messages": messages, "add_generation_prompt": True, **variables}
+        # What templates ask for is there: many test `tools is not none`.
+        values = {**special, "tools": None, "documents": None, "add_generation_prompt": True}
+        values |= {"messages": messages, **variables}
         try:
             text = env.from_string(self._template).render(values)
-        except TemplateError as error:
+        except Exception as error:  # a program of the model's: it may fail in any way
             raise ValueError(f"the chat template refuses these messages: {error}") from None
         return self.encode(text, add_special_tokens=False)  # the template has written them
 
@@ -92,19 +112,22 @@ class Detokenizer:
     Each call decodes the last tokens that gave text together with the new one, and takes what was
     not there before, up to a character that is not whole yet. The last ones are decoded again
     because some tokenizers write a token differently at the beginning of a text (they drop its
-    leading space).
+    leading space). For the same reason the prompt's last tokens stand before the first.
 
     stop: strings that end the text; it is cut before the first.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), prompt: Sequence[int] = ()
+    ) -> None:
         self.text = ""  # whole characters only; all that was decided so far
         self._tokenizer = tokenizer
         self._stop = stop
-        self._token_ids: list[int] = []
+        self._token_ids = list(prompt[-PROMPT_TAIL:])
         self._last = 0  # tokens from here on are decoded again
-        self._next = 0  # tokens from here on may still hold a part of a character
-        self._taken = 0  # characters of the decoded tokens that `text` has
+        self._next = len(self._token_ids)  # from here on may still hold a part of a character
+        # Characters of the decoded tokens that `text` has, or that belong to the prompt.
+        self._taken = len(tokenizer.decode(self._token_ids).rstrip(REPLACEMENT))
 
     def append(self, token_id: int) -> bool:
         """Add one token. True if the text now contains a stop string (and was cut before it)."""
@@ -145,9 +168,9 @@ def _default_template(value: Any) -> str | None:
     return value
 
 
-def _tojson(value: Any, indent: int | None = None) -> str:
+def _tojson(value: Any, **options: Any) -> str:
     # Jinja's own filter escapes for HTML, which would change the prompt.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    return json.dumps(value, **{"ensure_ascii": False, **options})
 
 
 def _raise_exception(message: str) -> NoReturn:

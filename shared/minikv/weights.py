@@ -25,7 +25,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; ValueError says which file is missing or broken."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{path} is missing: is {path.parent} a model folder?") from None
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON ({error}): fetch it again") from None
@@ -36,6 +36,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def model_config(raw: dict[str, Any]) -> ModelConfig:
     """Read config.json; ValueError names what is missing or not supported."""
+    try:
+        return _model_config(raw)
+    except (TypeError, AttributeError) as error:  # a value of a kind that no such file has
+        raise ValueError(f"config.json holds a value of the wrong kind: {error}") from None
+
+
+def _model_config(raw: dict[str, Any]) -> ModelConfig:
     model_type = raw.get("model_type")
     if model_type not in MODEL_TYPES:
         raise ValueError(
@@ -110,7 +117,9 @@ def eos_token_ids(folder: Path, raw: dict[str, Any]) -> frozenset[int]:
     """Tokens that end an output: from generation_config.json if it names any, else config.json."""
     path = folder / "generation_config.json"
     generation = read_json(path) if path.exists() else {}
-    eos = generation.get("eos_token_id", raw.get("eos_token_id"))
+    eos = generation.get("eos_token_id")
+    if eos is None:
+        eos = raw.get("eos_token_id")
     if eos is None:
         return frozenset()
     return frozenset([eos] if isinstance(eos, int) else eos)
@@ -134,7 +143,7 @@ def load_model(
                     weights[name] = file.get_tensor(name).to(dtype)
         except FileNotFoundError:
             raise ValueError(f"weight file {path} is missing: fetch the model again") from None
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise ValueError(
                 f"weight file {path} is broken or cut short ({error}): fetch the model again"
             ) from None

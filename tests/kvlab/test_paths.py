@@ -94,6 +94,16 @@ def test_size_counts_a_linked_file_once(tmp_path):
     assert paths.size(tmp_path) == once >= 100_000
 
 
+def test_a_file_with_a_name_elsewhere_is_not_freed(tmp_path):
+    for name in ("cache", "clone"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "cache" / "a").write_bytes(b"x" * 100_000)
+    os.link(tmp_path / "cache" / "a", tmp_path / "clone" / "a")
+    clone, cache = tmp_path / "clone", tmp_path / "cache"
+    assert paths.size(clone, freed=True) < 100_000 <= paths.size(clone)
+    assert paths.size(clone, cache, freed=True) == paths.size(clone, cache) < 200_000
+
+
 @pytest.mark.parametrize(
     ("error", "code", "words"),
     [

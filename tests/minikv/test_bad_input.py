@@ -3,11 +3,13 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from minikv import LLM, SamplingParams
+from minikv.weights import eos_token_ids, read_json
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +53,7 @@ def refuses(message):
         ([{"text": "hello"}], "a text or a list of whole numbers .*; got {'text': 'hello'}"),
         (None, "a text or a list of whole numbers .*; got None"),
         ([None], "a text or a list of whole numbers .*; got None"),
+        ("\ud800", "the text is not valid Unicode"),
         (7, "a text or a list of whole numbers .*; got 7"),
         (b"hello", "a text or a list of whole numbers .*; got b'hello'"),
     ],
@@ -72,6 +75,41 @@ def test_stream_and_add_request_refuse_at_once(llm):
     for call in (llm.stream, llm.add_request, llm.forward):
         with refuses("token id 999"):
             call([999])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(sampling_params={"max_tokens": 3}), "sampling_params must be SamplingParams"),
+        (dict(sampling_params=7), "sampling_params must be SamplingParams; got 7"),
+        (dict(priority=[0, None]), "priority must be a whole number; got None"),
+        (dict(cache_salt=7), "cache_salt must be a text or None; got 7"),
+        (dict(cache_salt="\ud800"), "ud800|surrogate|encod"),
+    ],
+)
+def test_a_bad_option_leaves_nothing_behind(llm, options, message):
+    with refuses(message):
+        llm.generate([[1] * 8, [2] * 8], **options)
+    assert not llm.has_unfinished()
+    assert len(llm.generate([1] * 8, SamplingParams(max_tokens=1))) == 1
+
+
+@pytest.mark.parametrize("messages", [None, [], {}, "hello", [None], [{"content": "hello"}]])
+def test_a_chat_needs_messages(llm, messages):
+    with refuses(r"messages must be a list such as \[\{"):
+        llm.chat(messages)
+
+
+def test_forward_keeps_to_the_models_length(llm):
+    with refuses("257 tokens, but the model was made for 256"):
+        llm.forward([1] * 257)
+
+
+def test_numbers_of_numpy_and_torch_are_numbers(llm):
+    params = SamplingParams(
+        temperature=np.float32(0), max_tokens=np.int64(2), seed=torch.tensor(3), stop=None
+    )
+    assert len(llm.generate(torch.tensor([1, 2, 3]), params)[0].token_ids) <= 2
 
 
 def test_no_prompts_give_no_outputs(llm):
@@ -114,6 +152,12 @@ def test_text_needs_a_tokenizer(broken):
         (dict(top_p=0), r"top_p must be in \(0, 1\].*; got 0"),
         (dict(top_p=1.01), r"top_p must be in \(0, 1\].*; got 1.01"),
         (dict(top_p=float("nan")), r"top_p must be in \(0, 1\].*; got nan"),
+        (dict(temperature="0"), "temperature must be a finite number.*; got '0'"),
+        (dict(temperature=None), "temperature must be a finite number.*; got None"),
+        (dict(top_p=None), r"top_p must be in \(0, 1\].*; got None"),
+        (dict(seed=[1]), r"seed must be a whole number; got \[1\]"),
+        (dict(stop_token_ids=["a"]), "stop_token_ids must be a whole number; got 'a'"),
+        (dict(stop_token_ids="ab"), "stop_token_ids must be a whole number; got 'a'"),
         (dict(stop=""), "stop must be non-empty strings"),
         (dict(stop=["a", ""]), "stop must be non-empty strings"),
         (dict(stop=[1]), "stop must be non-empty strings"),
@@ -132,11 +176,14 @@ def test_sampling_params(values, message):
     [
         (dict(num_blocks=1), "num_blocks must be at least 2 .*; got 1"),
         (dict(kv_cache_memory_bytes=1000), "raise it|must be at least 2"),
-        (dict(block_size=0), "block_size must be at least 1 token; got 0"),
+        (dict(block_size=0), "block_size must be at least 1; got 0"),
         (dict(num_blocks=3, block_size=4, max_model_len=9),
          "max_model_len=9, but the KV cache holds 8 tokens: lower it, or raise num_blocks"),
         (dict(max_model_len=100_000), "max_model_len=100000, but the model was made for 256"),
         (dict(max_model_len=1), "max_model_len must be at least 2"),
+        (dict(num_blocks=10**9), "the KV cache would take .* GB, and there are .* GB in all"),
+        (dict(kv_cache_memory_bytes=64e6), "kv_cache_memory_bytes must be a whole number"),
+        (dict(max_model_len=10.5), "max_model_len must be a whole number; got 10.5"),
         (dict(max_num_batched_tokens=0), "max_num_batched_tokens must be at least 1"),
         (dict(max_num_seqs=0), "max_num_seqs must be at least 1"),
         (dict(scheduling_policy="sjf"), "scheduling_policy must be one of .*; got 'sjf'"),
@@ -178,6 +225,8 @@ def test_no_gpu(folder):
          "RoPE type 'llama3' in config.json lacks low_freq_factor"),
         (dict(partial_rotary_factor=0.5, rope_parameters={"rope_theta": 1e4}),
          "partial_rotary_factor is not supported"),
+        (dict(rope_parameters="linear"), "config.json holds a value of the wrong kind"),
+        (dict(layer_types=5), "config.json holds a value of the wrong kind"),
         (dict(num_hidden_layers=3), "model.layers.2.* is missing.* and .* more"),
         (dict(num_hidden_layers=1), "model.layers.1.* is unknown"),
         (dict(vocab_size=321), r"embed_tokens.weight has shape \[320, 64\], config.json says"),
@@ -234,3 +283,21 @@ def test_one_weight_lost(broken):
     save_file(weights, path)
     with refuses("model.norm.weight is missing"):
         LLM(path.parent, device="cpu")
+
+
+def test_weights_that_give_no_number(broken):
+    path = broken() / "model.safetensors"
+    weights = load_file(path)
+    weights["model.norm.weight"] *= float("nan")
+    save_file(weights, path)
+    llm = LLM(path.parent, dtype="float32", device="cpu")
+    for params in (SamplingParams(temperature=0), SamplingParams(top_p=0.5, seed=1)):
+        with refuses("the model gave NaN: its weights are damaged"):
+            llm.generate([1, 2, 3], params)
+        assert not llm.has_unfinished()
+
+
+def test_an_end_token_of_null_leaves_that_of_the_config(broken):
+    path = broken(eos_token_id=7)
+    (path / "generation_config.json").write_text('{"eos_token_id": null}')
+    assert eos_token_ids(path, read_json(path / "config.json")) == {7}

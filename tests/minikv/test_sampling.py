@@ -59,6 +59,13 @@ def test_logprobs_are_those_of_the_raw_logits(folder):
     assert output.logprobs == pytest.approx(expected, abs=1e-4)
 
 
+def test_a_temperature_near_zero_is_raised_as_vllm_does():
+    assert SamplingParams(temperature=1e-6).temperature == 0.01
+    assert SamplingParams(temperature=0.02).temperature == 0.02
+    assert SamplingParams(temperature=0).greedy
+    assert not SamplingParams(temperature=1e-6).greedy
+
+
 def kept_by_hand(probs: list[float], top_p: float) -> list[float]:
     """Most likely first, until the mass is reached; then shares of what was kept."""
     kept, mass = {}, 0.0
@@ -107,8 +114,7 @@ def test_edges_of_the_uniform_number():
         assert sample(logits, SamplingParams(top_p=top_p), 1 - 2**-53) in (1, 3)
 
 
-def test_a_tiny_temperature_is_greedy(folder):
+def test_a_tiny_top_p_is_greedy(folder):
     engine = llm(folder)
     greedy = engine.generate(PROMPTS, params(None, temperature=0))
-    assert tokens(engine.generate(PROMPTS, params(5, temperature=1e-30))) == tokens(greedy)
     assert tokens(engine.generate(PROMPTS, params(5, top_p=1e-9))) == tokens(greedy)

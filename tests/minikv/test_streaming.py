@@ -232,12 +232,13 @@ def test_a_template_can_refuse_and_can_do_no_harm(llm, folder, tmp_path):
         llm.chat([{"role": "robot", "content": "Hi"}])
     (tmp_path / "tokenizer.json").write_bytes((folder("llama") / "tokenizer.json").read_bytes())
     with pytest.raises(ValueError, match="no chat template"):
-        Tokenizer(tmp_path).apply_chat_template([])
+        Tokenizer(tmp_path).apply_chat_template([{"role": "user", "content": "Hi"}])
     for harm in (
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ messages.append(1) }}",
         "{% for m in",
+        "{{ 1 / 0 }}",
     ):
         (tmp_path / "chat_template.jinja").write_text(harm)
         with pytest.raises(ValueError, match="template"):
-            Tokenizer(tmp_path).apply_chat_template([])
+            Tokenizer(tmp_path).apply_chat_template([{"role": "user", "content": "Hi"}])

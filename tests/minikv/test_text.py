@@ -1,6 +1,7 @@
 """Text of a real model: its chat template and its tokenizer, compared with transformers'."""
 
 import pytest
+import tokenizers
 from transformers import AutoTokenizer
 
 from kvlab import models
@@ -51,3 +52,18 @@ def test_a_stream_shows_the_text_and_no_half_character(both, text):
     assert "".join(pieces) == text
     assert not any("\ufffd" in piece for piece in pieces)
     assert "" in pieces  # some token was a part of a character
+
+
+def test_the_space_between_prompt_and_output_is_kept(tmp_path):
+    """A tokenizer of Llama 2's kind drops the space before the first token of a text; but the
+    output begins in the middle of one."""
+    words = {"<unk>": 0, "▁Hello": 1, "▁world": 2, "!": 3}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    inner.decoder = tokenizers.decoders.Metaspace()
+    inner.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.decode([2, 3]) == "world!"
+    detokenizer = Detokenizer(tokenizer, prompt=[1])
+    for token in (2, 3):
+        detokenizer.append(token)
+    assert detokenizer.text == " world!"
