@@ -24,9 +24,11 @@ import html
 import io
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Literal
 
 TIME_LIMIT_SECONDS = 10
@@ -59,14 +61,41 @@ class Exercise:
     roles: tuple[str, ...]
     check: Callable[[Any], str]
     hints: tuple[str, ...]
-    wrong: Sequence[Any]
-    """Answers that people plausibly give and that must fail."""
+    wrong: Sequence[tuple[Any, str]]
+    """Answers that people plausibly give and that must fail, each with words of its verdict."""
+    right: Sequence[Any] = ()
+    """Right answers in a form of their own; the usual one is in the solution."""
 
 
 @dataclass(frozen=True)
 class Verdict:
     state: Literal["not tried", "failed", "passed"]
     text: str
+
+
+_UNTRIED = Verdict("not tried", "replace the dots with your answer, then run this cell again")
+
+
+def number(value: Any, what: str) -> int | float:
+    """A learner's number as a plain one: an int where it is whole, else a float.
+
+    Takes what computes like a number (numpy, torch, Fraction); raises `Wrong` that
+    names `what` for all else, NaN and infinity among it.
+    """
+    if value is ...:
+        raise NotImplementedError
+    if value is None:
+        raise Wrong(f"{what} is None: does a `return` lack?")
+    try:
+        if isinstance(value, (bool, str, bytes)):
+            raise TypeError
+        # By the base classes' own methods: a subclass could call itself equal to anything.
+        plain = int.__add__(value, 0) if isinstance(value, int) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise Wrong(f"{what} should be a number, and is a {type(value).__name__}") from None
+    if not -(10**18) < plain < 10**18:  # NaN, infinity, or more digits than anyone reads
+        raise Wrong(f"{what} is no number that could be")
+    return int(plain) if plain == int(plain) else plain
 
 
 def is_stub(answer: Any) -> bool:
@@ -83,21 +112,25 @@ def is_stub(answer: Any) -> bool:
 
 
 def judge(exercise: Exercise, answer: Any) -> Verdict:
-    """The verdict on an answer. Never raises what the answer raises.
+    """The verdict on an answer. Never raises what the answer raises, but Ctrl-C.
 
     The check works on a copy of a value, calls a function with arguments it
-    made for that call, swallows what it prints, and is stopped after
+    made for that call, holds back what it prints, and is stopped after
     TIME_LIMIT_SECONDS.
     """
-    if is_stub(answer):
-        return Verdict("not tried", "replace the dots with your answer, then run this cell again")
     try:
-        if not callable(answer):
-            answer = copy.deepcopy(answer)
-        with _time_limit(TIME_LIMIT_SECONDS), _captured_prints():
+        with _captured_prints(), _time_limit(TIME_LIMIT_SECONDS):
+            if is_stub(answer):
+                return _UNTRIED
+            if not callable(answer):
+                answer = copy.deepcopy(answer)
             return Verdict("passed", exercise.check(answer))
     except NotImplementedError:
-        return Verdict("not tried", "write the function, then run this cell again")
+        return Verdict(
+            "not tried",
+            "write the function (and delete its line `raise NotImplementedError`), then run this "
+            "cell again",
+        )
     except Wrong as wrong:
         return Verdict("failed", str(wrong))
     except _TimeUp:
@@ -110,8 +143,10 @@ def judge(exercise: Exercise, answer: Any) -> Verdict:
         return Verdict("failed", "your function calls itself without end (RecursionError)")
     except MemoryError:
         return Verdict("failed", "your function asked for more memory than this machine has")
-    except (Exception, SystemExit) as error:
-        return Verdict("failed", f"your code raised {type(error).__name__}: {error}{_where(error)}")
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit, and whatever else a learner's code may raise
+        return Verdict("failed", f"your code raised {_said(error)}{_where(error)}")
 
 
 def check(exercise_id: str, answer: Any) -> None:
@@ -167,14 +202,41 @@ def _time_limit(seconds: int) -> Iterator[None]:
         yield
         return
 
-    def up(_signal: int, _frame: Any) -> None:
-        raise _TimeUp
+    active, alarms = True, 0
+
+    def up(_signal: int, frame: FrameType | None) -> None:
+        nonlocal alarms
+        if not active:
+            return
+        alarms += 1
+        if alarms == 200:
+            print("This code cannot be stopped: restart the kernel (0, 0).", file=sys.stderr)
+        if alarms % 2:
+            raise _TimeUp
+        # A bare `except:` in a loop has caught the last one. Raised not here but at the next
+        # line, it comes up outside of that `try` sooner or later.
+        while frame is not None:
+            frame.f_trace = trace
+            frame = frame.f_back
+        sys.settrace(trace)
+
+    def trace(frame: FrameType, event: str, _argument: Any) -> Any:
+        if frame.f_code is up.__code__:
+            return None
+        if event == "line":
+            raise _TimeUp
+        return trace
 
     before = signal.signal(signal.SIGALRM, up)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    traced = sys.gettrace()
+    signal.setitimer(signal.ITIMER_REAL, seconds, 0.05)
     try:
         yield
+        if alarms:  # the code caught what should have ended it, and came to an end even so
+            raise _TimeUp
     finally:
+        active = False
+        sys.settrace(traced)
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
@@ -199,6 +261,13 @@ def _captured_prints() -> Iterator[None]:
             print(text, end="" if text.endswith("\n") else "\n")
             if len(text) >= PRINT_LIMIT_CHARACTERS:
                 print("[the rest of what your function printed is left out]")
+
+
+def _said(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # its own __str__ fails
+        return type(error).__name__
 
 
 def _where(error: BaseException) -> str:

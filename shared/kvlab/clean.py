@@ -5,13 +5,15 @@ Standard library only: it works with a broken environment, or with none.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import shutil
 import sys
 from pathlib import Path
 
-from kvlab.paths import ROOT, VENV, SetupError, cache, is_own_cache, run_plainly, size
+from kvlab.paths import ROOT, TAG, VENV, SetupError, cache, is_own_cache, run_plainly, size
 
 _LEFTOVERS = (".pytest_cache", ".mypy_cache", ".ruff_cache", "build", ".hypothesis")
 
@@ -20,6 +22,7 @@ def remove(places: list[Path]) -> int:
     """Remove files and folders; returns the bytes that this freed."""
     folders = [place for place in places if place.is_dir() and not place.is_symlink()]
     freed = size(*folders, freed=True)
+    freed += sum(place.lstat().st_size for place in places if place not in folders)
     for place in places:
         print(f"Removing {place}")
         if place.is_dir() and not place.is_symlink():
@@ -55,7 +58,7 @@ def checkout() -> None:
 
 def cache_folder() -> None:
     """Remove the cache folder, which all clones share. Raises SetupError if it is not ours."""
-    folder = cache()
+    folder = cache().resolve()
     if not folder.exists():
         print(f"There is no cache folder {folder}.")
         return
@@ -63,7 +66,18 @@ def cache_folder() -> None:
         raise SetupError(
             f"{folder} was not made by the course (it has no tag of ours): nothing was removed."
         )
-    freed = remove([folder])
+    for lock in [*folder.glob("locks/*.lock"), *folder.glob("tmp/*/lock")]:
+        with lock.open("r+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = file.read().strip() or "a running engine"
+                raise SetupError(f"{folder} is in use by {holder}: nothing was removed.") from None
+    # The tag goes last: without it, what an interrupted removal leaves would not be ours.
+    tag = folder / TAG
+    freed = remove([path for path in folder.iterdir() if path != tag]) + remove([tag])
+    with contextlib.suppress(OSError):  # the folder may be a disk of its own
+        folder.rmdir()
     print(f"Freed {freed / 1e9:.2f} GB. `make lab` will make it again.")
 
 

@@ -8,7 +8,10 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import typer
+try:
+    import typer
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}: .venv is damaged. `make clean`, then run the same command again.")
 
 from kvlab.paths import SetupError, cache, run_plainly, size
 
@@ -127,7 +130,7 @@ def selfcheck() -> None:
 
 @app.command()
 def run(name: Annotated[str, typer.Argument(help="Such as labs/00 or my/00.")]) -> None:
-    """Execute a notebook in the terminal and print its checks."""
+    """Execute a notebook in the terminal and print what its cells print."""
     from kvlab import notebooks
 
     try:

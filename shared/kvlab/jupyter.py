@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from urllib.parse import urlencode
 
 import httpx
 
-from kvlab.paths import ROOT, SetupError, make_cache
+from kvlab.paths import ROOT, SetupError, cache, lock, make_cache
 
 KERNEL = "follow-the-request"
 TITLE = "Follow the Request"
@@ -40,21 +42,40 @@ def register(user: bool) -> None:
     In this environment always; with user=True in the user's own Jupyter folder too,
     where a hosted JupyterLab that runs elsewhere finds it.
     """
-    # Asked for a spec, IPython makes its folder at once: in the cache folder, not at home.
-    os.environ["IPYTHONDIR"] = str(make_cache("jupyter", "ipython"))
-    from ipykernel.kernelspec import install
-
-    install(prefix=sys.prefix, kernel_name=KERNEL, display_name=TITLE)
+    _write_kernel(Path(sys.prefix) / "share" / "jupyter")
     settings = Path(sys.prefix) / "share" / "jupyter" / "lab" / "settings" / "overrides.json"
     settings.parent.mkdir(parents=True, exist_ok=True)
     settings.write_text(json.dumps(_LAB_SETTINGS, indent=1) + "\n")
     if user:
-        place = install(user=True, kernel_name=KERNEL, display_name=TITLE)
+        from jupyter_core.paths import jupyter_data_dir
+
+        place = _write_kernel(Path(jupyter_data_dir()))
         print(f"Registered the Jupyter kernel {TITLE!r} in {place}.")
 
 
-def _options(root: Path, port: int, token: str) -> list[str]:
-    """JupyterLab's command line for the course. Sets what its processes inherit, too."""
+def _write_kernel(data: Path) -> Path:
+    """Write the kernel's folder into a Jupyter data folder; returns it."""
+    # Imported, IPython makes its folder at once: in the cache folder, not at home.
+    os.environ["IPYTHONDIR"] = str(make_cache("jupyter", "ipython"))
+    from ipykernel.kernelspec import write_kernel_spec
+
+    place = data / "kernels" / KERNEL
+    # A hosted server knows neither where the cache folder is nor where `kvlab` is.
+    env = {"PATH": f"{sys.prefix}/bin{os.pathsep}${{PATH}}", "KVLAB_CACHE": str(cache())}
+    with lock("kernel", "registering the Jupyter kernel"):
+        with contextlib.suppress(OSError, ValueError, LookupError):
+            before = json.loads((place / "kernel.json").read_text())["argv"][0]
+            if before != sys.executable:
+                print(f"The kernel {TITLE!r} belonged to {before} and now to this checkout.")
+        shutil.rmtree(place, ignore_errors=True)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_kernel_spec(place, {"display_name": TITLE, "env": env})
+    return place
+
+
+def _options(root: Path, port: int) -> list[str]:
+    """JupyterLab's command line for the course, but its token: `ps` would show it to others.
+    Sets what its processes inherit, too."""
     for kind in ("config", "data", "runtime"):
         os.environ[f"JUPYTER_{kind.upper()}_DIR"] = str(make_cache("jupyter", kind))
     # So that `kvlab` and `python` in a JupyterLab terminal are the course's own.
@@ -63,13 +84,16 @@ def _options(root: Path, port: int, token: str) -> list[str]:
     return [
         "--ServerApp.ip=127.0.0.1",
         f"--ServerApp.port={port}",
-        f"--IdentityProvider.token={token}",
         f"--ServerApp.root_dir={root}",
         "--ServerApp.default_url=/lab/tree/README.md",
         f"--ServerApp.allow_root={os.geteuid() == 0}",
         "--ServerApp.answer_yes=True",
         "--Application.log_level=WARN",
         f"--MultiKernelManager.default_kernel_name={KERNEL}",
+        # Else other users of this machine could listen in, and every kernel says so.
+        "--KernelManager.transport_encryption=auto",
+        # A default of the server's (90000) of which the server itself complains.
+        "--ServerApp.tornado_settings={'ws_ping_timeout': 30000}",
         "--LabApp.news_url=None",
         "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
         "--LabApp.extension_manager=readonly",
@@ -87,7 +111,7 @@ def lab(port: int) -> None:
     port: the first one to try; the next free one is taken.
     """
     token = secrets.token_urlsafe(24)
-    options = _options(ROOT, port, token)
+    options = [*_options(ROOT, port), f"--IdentityProvider.token={token}"]  # of this process
     from jupyter_server.serverapp import list_running_servers
     from jupyterlab.labapp import LabApp
 
@@ -102,7 +126,8 @@ def lab(port: int) -> None:
         ) from error
     print()
     if others:
-        print(f"Another JupyterLab runs for this checkout, at {others[0]['url']}.")
+        url, known = others[0]["url"], urlencode({"token": others[0]["token"]})
+        print(f"Another JupyterLab runs for this checkout already: {url}lab?{known}")
     if app.port != port:
         print(f"Port {port} is taken, so this one uses {app.port}.")
     print(
@@ -138,13 +163,17 @@ def serve(root: Path, open_app_in_browser: bool = False) -> Iterator[Running]:
     from kvlab.install import die_with_parent
 
     token, port = secrets.token_urlsafe(24), free_port()
-    command = [sys.executable, "-m", "jupyterlab", *_options(root, port, token)]
+    command = [sys.executable, "-m", "jupyterlab", *_options(root, port)]
     command += ["--ServerApp.open_browser=False", "--ServerApp.port_retries=0"]
     command += [f"--LabApp.expose_app_in_browser={open_app_in_browser}"]
     log = make_cache("logs") / f"jupyterlab-{port}.log"
     with log.open("w") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=output, preexec_fn=die_with_parent
+            command,
+            stdout=output,
+            stderr=output,
+            env=os.environ | {"JUPYTER_TOKEN": token},
+            preexec_fn=die_with_parent,
         )
     running = Running(process.pid, port, token)
     try:

@@ -9,7 +9,6 @@ learner has worked. All three are executed and committed with their outputs.
 from __future__ import annotations
 
 import re
-import shutil
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,8 +17,9 @@ from typing import Any
 import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
+from traitlets.config import Config
 
-from kvlab.paths import ROOT
+from kvlab.paths import ROOT, cache
 
 CELL_TIMEOUT_SECONDS = 600
 # The kernel that set-up registers; see kvlab.jupyter.
@@ -78,6 +78,7 @@ def execute(notebook: nbformat.NotebookNode, folder: Path, **client: Any) -> Non
             notebook,
             timeout=CELL_TIMEOUT_SECONDS,
             kernel_name="python3",
+            config=Config({"KernelManager": {"transport_encryption": "auto"}}),
             record_timing=False,
             store_widget_state=False,
             resources={"metadata": {"path": str(folder)}},
@@ -106,7 +107,7 @@ def tidy(notebook: nbformat.NotebookNode) -> None:
 def write(notebook: nbformat.NotebookNode, path: Path) -> None:
     """Save a notebook, refusing one that names folders of the machine it ran on."""
     text = nbformat.writes(notebook) + "\n"
-    for private in {str(ROOT), str(Path.home())} - {"/"}:
+    for private in {str(ROOT), str(cache()), str(Path.home())} - {"/"}:
         if private in text:
             raise NotebookError(f"{path.name} would contain the path {private} of this machine")
     path.write_text(text)
@@ -162,14 +163,19 @@ def _cells(notebook: nbformat.NotebookNode) -> list[tuple[str, str, str, list[st
 
 
 def copy_labs(into: Path) -> list[Path]:
-    """Copy labs that a learner does not have yet. A copy is never overwritten."""
+    """Copy labs that a learner does not have yet, without outputs, which would answer what an
+    exercise asks. A copy is never overwritten."""
     into.mkdir(exist_ok=True)
     copied = []
     for lab in sorted((ROOT / "labs").glob("*.ipynb")):
         target = into / lab.name
         if not target.exists():
+            notebook = read(lab)
+            for cell in notebook.cells:
+                if cell.cell_type == "code":
+                    cell.outputs, cell.execution_count = [], None
             partial = target.with_suffix(".partial")
-            shutil.copyfile(lab, partial)
+            partial.write_text(nbformat.writes(notebook) + "\n")
             partial.rename(target)
             copied.append(target)
     return copied
@@ -197,7 +203,7 @@ def find(name: str) -> Path:
 
 
 def run(name: str) -> None:
-    """Execute a notebook in the terminal and print its checks as they come.
+    """Execute a notebook in the terminal and print what its cells print, as it comes.
 
     The file stays as it is. Raises NotebookError when a cell fails.
     """
@@ -213,20 +219,36 @@ def run(name: str) -> None:
         done += 1
         if sys.stderr.isatty():
             print(f"\r{path.name}: cell {done} of {total}", end="", file=sys.stderr)
-        if _CHECK_CALL.search(cell.source):
+        if text := _plain_text(cell):
             if sys.stderr.isatty():
                 print("\r\033[K", end="", file=sys.stderr)
-            print(_plain_text(cell), flush=True)
+            print(text, flush=True)
 
     execute(notebook, path.parent, on_cell_executed=executed)
     print(f"{path.name}: all {total} code cells ran")
+
+
+def unchecked(path: Path) -> list[str]:
+    """Ids of a lab's exercises that a copy of it does not check any more."""
+    from kvlab.exercises import load_all
+
+    if not (ROOT / "labs" / path.name).exists():
+        return []
+    disarmed = {"nbval-skip", "raises-exception"}
+    sources = [
+        cell.source
+        for cell in read(path).cells
+        if cell.cell_type == "code" and disarmed.isdisjoint(cell.metadata.get("tags", ()))
+    ]
+    checked = set(re.findall(r'^check\("([\d.]+)"', "\n".join(sources), re.MULTILINE))
+    return sorted(id for id in load_all() if id[:2] == path.name[:2] and id not in checked)
 
 
 def _plain_text(cell: nbformat.NotebookNode) -> str:
     parts = []
     for output in cell.outputs:
         parts.append(output.get("text") or output.get("data", {}).get("text/plain", ""))
-    return "".join(parts).rstrip()
+    return "\n".join(part.rstrip() for part in parts)
 
 
 def _sources(prefixes: tuple[str, ...]) -> list[Path]:

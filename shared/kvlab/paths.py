@@ -19,7 +19,7 @@ VENV = ROOT / ".venv"
 
 # The tag (bford.info/cachedir) tells backup programs to skip the folder, and
 # tells `make clean-cache` that the course made it.
-_TAG = "CACHEDIR.TAG"
+TAG = "CACHEDIR.TAG"
 _TAG_TEXT = (
     "Signature: 8a477f597d28d172789f06886806bc55\n"
     "# Made by the course Follow the Request; `make clean-cache` removes it.\n"
@@ -31,8 +31,13 @@ class SetupError(Exception):
 
 
 def cache() -> Path:
-    """The cache folder, which may not exist yet: $KVLAB_CACHE, or one in ~/.cache."""
+    """The cache folder, which may not exist yet: $KVLAB_CACHE, or one in ~/.cache.
+
+    Raises SetupError if that variable is empty.
+    """
     named = os.environ.get("KVLAB_CACHE")
+    if named == "":  # a variable that was misspelt, and not a wish for the default
+        raise SetupError("KVLAB_CACHE is set, but empty: name a folder in it, or unset it.")
     if named:
         return Path(named).expanduser().absolute()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -42,7 +47,7 @@ def cache() -> Path:
 def is_own_cache(folder: Path) -> bool:
     """Whether the course made this folder, and so may remove it."""
     try:
-        return (folder / _TAG).read_text() == _TAG_TEXT
+        return (folder / TAG).read_text() == _TAG_TEXT
     except (OSError, UnicodeDecodeError):
         return False
 
@@ -61,7 +66,7 @@ def make_cache(*parts: str) -> Path:
                     f"{folder} is to be the cache folder, but holds other files.\n"
                     "Set KVLAB_CACHE to an empty or a new folder."
                 )
-            (folder / _TAG).write_text(_TAG_TEXT)
+            (folder / TAG).write_text(_TAG_TEXT)
         place = folder.joinpath(*parts)
         place.mkdir(parents=True, exist_ok=True)
         return place
@@ -142,6 +147,12 @@ def run_plainly(step: Callable[[], object]) -> int:
         step()
     except SetupError as error:
         print(f"\n{error}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        print(
+            f"\n{error}: .venv is damaged. `make clean`, then run the same command again.",
+            file=sys.stderr,
+        )
         return 1
     except KeyboardInterrupt:
         print(

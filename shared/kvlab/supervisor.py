@@ -36,6 +36,7 @@ from typing import NamedTuple, NoReturn
 MARK = "KVLAB_RUN"
 """Environment variable that every process of one run inherits, with the run's name as value."""
 
+_LOOK_SECONDS = 2
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -134,28 +135,59 @@ def send(process: Process, number: int) -> None:
         os.close(handle)
 
 
+def shared_memory(processes: Iterable[Process]) -> set[str]:
+    """The files in /dev/shm that these processes have mapped.
+
+    They are memory that outlives its processes: whoever is killed cannot remove its own.
+    """
+    found = set()
+    for process in processes:
+        try:
+            maps = Path(f"/proc/{process.pid}/maps").read_text(errors="replace")
+        except OSError:  # gone, or another user's
+            continue
+        for line in maps.splitlines():
+            place = line.find(" /dev/shm/")
+            if place >= 0 and not line.endswith(" (deleted)"):
+                found.add(line[place + 1 :])
+    return found
+
+
+def _remove_unused(memory: set[str]) -> None:
+    """Remove those of the files in /dev/shm that no living process has mapped."""
+    for name in memory - shared_memory(stat.process for stat in _all()):
+        try:
+            os.unlink(name)
+        except OSError:  # its owner has removed it, or it is another user's
+            pass
+
+
 def end(
     find: Callable[[], Iterable[Process]],
     gone: Callable[[float], bool],
     grace: float,
+    memory: Iterable[str] = (),
 ) -> bool:
     """End processes: SIGTERM, up to `grace` seconds, then SIGKILL until none is left.
 
     `find` lists those that live now; `gone(seconds)` waits up to that long and says whether none
-    is left. Returns False if some outlive five seconds of SIGKILL (stuck in the kernel).
+    is left; `memory` names files in /dev/shm that were theirs. Returns False if some outlive five
+    seconds of SIGKILL (stuck in the kernel).
     """
+    memory = shared_memory(find()).union(memory)
     for process in find():
         send(process, signal.SIGTERM)
         # A stopped process acts on SIGTERM only when it goes on.
         send(process, signal.SIGCONT)
-    if gone(grace):
-        return True
+    ended = gone(grace)
     for _ in range(25):  # again and again: a process may have forked since it was listed
+        if ended:
+            break
         for process in find():
             send(process, signal.SIGKILL)
-        if gone(0.2):
-            return True
-    return False
+        ended = gone(0.2)
+    _remove_unused(memory)
+    return ended
 
 
 def end_marked(run: str, grace: float) -> bool:
@@ -232,8 +264,12 @@ class _Children:
         return True
 
 
-def _watch(children: _Children, pipe: int) -> str:
-    """Wait until the tree has to end; returns why, for the log."""
+def _watch(children: _Children, pipe: int, memory: set[str]) -> str:
+    """Wait until the tree has to end; returns why, for the log.
+
+    Every few seconds it notes in `memory` which shared memory the tree has: should all of its
+    processes be killed at once, nobody could be asked any more.
+    """
     poll = select.poll()
     poll.register(children.signals, select.POLLIN)
     poll.register(pipe, select.POLLIN)
@@ -254,7 +290,8 @@ def _watch(children: _Children, pipe: int) -> str:
             return "the engine's main process ended"
         if children.stop_asked:
             return "a signal asked for it"
-        for fd, _ in poll.poll():
+        memory |= shared_memory(descendants(os.getpid()))
+        for fd, _ in poll.poll(_LOOK_SECONDS * 1000):
             if fd == pipe and not os.read(pipe, 1):
                 return "its starter closed the pipe or is gone"
             if fd == handle:
@@ -319,9 +356,10 @@ def main() -> NoReturn:
     for fd in (1, 2):
         os.dup2(log, fd)
 
-    reason = _watch(children, options.pipe)
+    memory: set[str] = set()
+    reason = _watch(children, options.pipe, memory)
     print(f"[supervisor] ending the engine's processes: {reason}", flush=True)
-    if not end(lambda: descendants(me), children.gone, options.grace):
+    if not end(lambda: descendants(me), children.gone, options.grace, memory):
         left = ", ".join(str(process.pid) for process in descendants(me))
         print(f"[supervisor] still there after SIGKILL: {left}", flush=True)
     shutil.rmtree(options.folder, ignore_errors=True)

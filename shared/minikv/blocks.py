@@ -34,6 +34,7 @@ def sha256_cbor(value: Any) -> bytes:
 
 
 # The parent of a first block. vLLM hashes the same seed, unless PYTHONHASHSEED is set: then that.
+# Its keys are these under prefix_caching_hash_algo="sha256_cbor"; its default hashes pickles.
 # minikv ignores the variable, so keys are equal in all processes whatever their environment says.
 NONE_HASH = sha256_cbor("vllm-none-hash")
 

@@ -40,7 +40,7 @@ from minikv.weights import eos_token_ids, load_model, model_config, read_json
 
 Prompt = str | Sequence[int]
 
-TRACE_STEPS = 10_000
+TRACE_STEPS = 2_000
 
 
 @dataclass
@@ -417,6 +417,8 @@ class LLM:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams; got {params!r}")
         priority = whole_number("priority", priority)
+        if priority and self.scheduler.policy != "priority":
+            raise ValueError('priorities need LLM(..., scheduling_policy="priority")')
         if not isinstance(cache_salt, str | None):
             raise ValueError(f"cache_salt must be a text or None; got {cache_salt!r}")
         text = prompt if isinstance(prompt, str) else None
@@ -451,8 +453,8 @@ class LLM:
         return _Client(request, text, detokenizer)
 
     def _add(self, client: _Client) -> None:
-        self._clients[client.request.request_id] = client
         self.scheduler.add(client.request)
+        self._clients[client.request.request_id] = client
 
     def _check_token_ids(self, token_ids: Any) -> list[int]:
         if not _is_list(token_ids) or not all(_is_token_id(token) for token in token_ids):

@@ -45,13 +45,13 @@ class SamplingParams:
     """How to choose tokens, and when to stop. Names and defaults are those of vLLM.
 
     temperature: 0 is greedy; otherwise logits are divided by it before the softmax. Above 0 it is
-        0.01 at least: smaller ones would overflow, and vLLM raises them too.
+        0.01 at least: smaller ones are raised to that, as vLLM does.
     top_p: sample only from the smallest set of most likely tokens that holds this much mass.
     max_tokens: output tokens at most, at least 1. The context window may end it earlier.
-    seed: of the request's own generator, whose numbers depend neither on what the request is
-        batched with, nor on chunking or preemption. In float32 so do its tokens; in bf16 the
-        logits themselves change a little with the shape of the batch, and a close call can fall
-        the other way. None: the engine gives each request a seed of its own.
+    seed: of the request's own generator, 0 or more. Its numbers depend neither on what the request
+        is batched with, nor on chunking or preemption. The logits do, a little, by rounding (in
+        bf16 more than in float32), so a close call can fall the other way. None: the engine gives
+        each request a seed of its own.
     stop: strings; the text ends before the first that appears.
     stop_token_ids: token ids that end the output; in `token_ids`, not in the text. None, vLLM's
         default, does for both.
@@ -83,7 +83,7 @@ class SamplingParams:
         set_value("temperature", max(temperature, 0.01) if temperature else 0.0)
         set_value("max_tokens", whole_number("max_tokens", self.max_tokens, least=1))
         if self.seed is not None:
-            set_value("seed", whole_number("seed", self.seed))
+            set_value("seed", whole_number("seed", self.seed, least=0))
         set_value("stop", stop)
         ids = tuple(whole_number("stop_token_ids", i, least=0) for i in self.stop_token_ids or ())
         set_value("stop_token_ids", ids)

@@ -124,10 +124,12 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._stop = stop
         self._token_ids = list(prompt[-PROMPT_TAIL:])
+        if tokenizer.decode(self._token_ids).endswith(REPLACEMENT):
+            self._token_ids = []  # no telling which of its characters are whole
         self._last = 0  # tokens from here on are decoded again
         self._next = len(self._token_ids)  # from here on may still hold a part of a character
         # Characters of the decoded tokens that `text` has, or that belong to the prompt.
-        self._taken = len(tokenizer.decode(self._token_ids).rstrip(REPLACEMENT))
+        self._taken = len(tokenizer.decode(self._token_ids))
 
     def append(self, token_id: int) -> bool:
         """Add one token. True if the text now contains a stop string (and was cut before it)."""

@@ -2,7 +2,7 @@
 
 A folder as it comes from the Hugging Face hub: config.json says what to build; model.safetensors
 (or shards named by model.safetensors.index.json) holds the parameters by name;
-generation_config.json adds the tokens that end an output. Everything that this model code would
+generation_config.json adds the tokens that end an output. What this model code is known to
 compute wrongly is refused by name instead of loaded. Pickled checkpoints are never opened.
 """
 

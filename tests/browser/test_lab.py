@@ -121,8 +121,8 @@ def test_lab_runs_and_verdicts_follow_the_answer(page, course):
     assert text.count("not tried") == 3
     assert "vLLM found    128" in text
 
-    wrong = 'check("00.1", {"without cache": 2190, "with cache": 120})'
-    right = 'check("00.1", {"without cache": 2190, "with cache": 119})'
+    wrong = 'check("00.1", {"without cache": 1800, "with cache": 85})'
+    right = 'check("00.1", {"without cache": 1800, "with cache": 84})'
     cell, verdict = _answer(page, "ex1", wrong)
     sync_api.expect(verdict).to_contain_text("failed")
     cell.locator(".cm-content").click()

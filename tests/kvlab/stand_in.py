@@ -6,13 +6,15 @@
     python stand_in.py return [WORD...]      the same, and ends without stop()
 
 Words: "sane" for a tree in which every process heeds SIGTERM; "mute" for an engine that never
-listens; "late" for one that listens after 2.5 seconds; "wrong" for one that says why it ends.
+listens; "late" for one that listens after 2.5 seconds; "wrong" for one that says why it ends;
+"memory" for a tree that shares memory.
 """
 
 from __future__ import annotations
 
 import http.server
 import json
+import mmap
 import os
 import signal
 import sys
@@ -97,6 +99,14 @@ def tree(port: int, words: list[str]) -> None:
         if "sane" not in words:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         wait()
+
+    if "memory" in words:
+        segment = Path(f"/dev/shm/psm_stand_in_{os.getpid()}")
+        segment.write_bytes(bytes(4096))
+        with segment.open("r+b") as file:
+            held = mmap.mmap(file.fileno(), 0)
+        held[0] = 1
+        Path(segment.name).touch()
 
     for role in (child, leaves_the_group, loses_its_parent, ignores_term):
         if os.fork() == 0:

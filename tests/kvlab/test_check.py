@@ -1,11 +1,17 @@
 """Verdicts: what a check says about right, wrong, open and badly behaved answers."""
 
+import re
+import signal
+import sys
 import time
+from fractions import Fraction
 
+import numpy as np
 import pytest
+import torch
 
 from kvlab import check as check_module
-from kvlab.check import Exercise, NotPassed, Wrong, check, hint, judge
+from kvlab.check import Exercise, NotPassed, Wrong, check, hint, judge, number
 from kvlab.exercises import find, load_all
 
 ALL = load_all()
@@ -32,13 +38,21 @@ def _double(answer):
 
 
 @pytest.mark.parametrize(
-    ("exercise_id", "wrong"),
-    [(e.id, wrong) for e in ALL.values() for wrong in e.wrong],
+    ("exercise_id", "wrong", "words"),
+    [(e.id, wrong, words) for e in ALL.values() for wrong, words in e.wrong],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_plausible_wrong_answers_fail(exercise_id, wrong):
+def test_plausible_wrong_answers_fail_for_the_right_reason(exercise_id, wrong, words):
     verdict = judge(ALL[exercise_id], wrong)
     assert verdict.state == "failed", verdict
+    assert re.search(words, verdict.text, re.IGNORECASE), verdict
+
+
+@pytest.mark.parametrize(
+    ("exercise_id", "right"), [(e.id, right) for e in ALL.values() for right in e.right]
+)
+def test_unusual_right_answers_pass(exercise_id, right):
+    assert judge(ALL[exercise_id], right).state == "passed"
 
 
 @pytest.mark.parametrize("exercise", ALL.values(), ids=lambda e: e.id)
@@ -96,6 +110,75 @@ def test_endless_loop_is_stopped_even_if_it_swallows_exceptions(monkeypatch):
     verdict = judge(_exercise(_double), answer)
     assert verdict.state == "failed"
     assert "still running" in verdict.text
+
+
+@pytest.mark.parametrize("nap", [0.0, 0.001, 30.0])
+def test_not_even_a_bare_except_goes_on_for_ever(monkeypatch, nap):
+    monkeypatch.setattr(check_module, "TIME_LIMIT_SECONDS", 1)
+
+    def answer(x):
+        while True:
+            try:
+                time.sleep(nap)
+            except:  # noqa: E722
+                pass
+
+    began = time.monotonic()
+    assert "still running" in judge(_exercise(_double), answer).text
+    assert time.monotonic() - began < 25  # and not the half minute that one nap takes
+    assert sys.gettrace() is None
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+def test_an_answer_that_swallows_its_end_and_comes_to_another_fails(monkeypatch):
+    monkeypatch.setattr(check_module, "TIME_LIMIT_SECONDS", 1)
+
+    def answer(x):
+        try:
+            time.sleep(20)
+        except:  # noqa: E722
+            pass
+        return 6
+
+    assert "still running" in judge(_exercise(_double), answer).text
+
+
+class Unspeakable(BaseException):
+    def __str__(self):
+        raise ValueError("no words")
+
+
+@pytest.mark.parametrize("error", [GeneratorExit, Unspeakable, MemoryError])
+def test_whatever_is_raised_becomes_a_verdict(error):
+    def answer(x):
+        raise error
+
+    assert judge(_exercise(_double), answer).state == "failed"
+
+
+def test_a_list_that_holds_itself_becomes_a_verdict():
+    endless = []
+    endless.append(endless)
+    assert judge(_exercise(_double), endless).state == "failed"
+
+
+class Everything(int):
+    def __eq__(self, other):
+        return True
+
+    __hash__ = int.__hash__
+
+
+def test_numbers_are_made_plain():
+    assert number(np.int64(3), "it") == 3
+    assert number(torch.tensor(3), "it") == 3
+    assert number(Fraction(6, 2), "it") == 3
+    assert type(number(3.0, "it")) is int
+    assert number(2.5, "it") == 2.5
+    assert number(Everything(1), "it") != 2
+    for wrong in (None, True, "3", float("nan"), float("inf"), 10**5000, [3], object()):
+        with pytest.raises(Wrong, match="it "):
+            number(wrong, "it")
 
 
 def test_endless_recursion_becomes_a_verdict():

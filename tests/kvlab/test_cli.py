@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from kvlab import clean, setup
+from kvlab import clean, paths, setup
 from kvlab.paths import ROOT
 
 
@@ -83,6 +83,39 @@ def checkout(tmp_path, monkeypatch):
     (tmp_path / "my").mkdir()
     (tmp_path / "my" / "00.ipynb").write_text("work")
     return tmp_path
+
+
+def test_an_empty_variable_is_no_wish_for_the_default():
+    done = _kvlab("clean", "--cache", KVLAB_CACHE="")
+    assert done.returncode == 1
+    assert "KVLAB_CACHE is set, but empty" in done.stderr
+
+
+def test_a_cache_in_use_is_not_removed(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVLAB_CACHE", str(tmp_path))
+    with paths.lock("a", "installing something"):
+        done = _kvlab("clean", "--cache", KVLAB_CACHE=str(tmp_path))
+        assert done.returncode == 1
+        assert f"in use by process {os.getpid()}, which is installing something" in done.stderr
+        assert (tmp_path / "locks" / "a.lock").exists()
+    assert _kvlab("clean", "--cache", KVLAB_CACHE=str(tmp_path)).returncode == 0
+    assert not tmp_path.exists()
+
+
+def test_an_interrupted_removal_can_be_taken_up(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVLAB_CACHE", str(tmp_path))
+    paths.make_cache("a")
+
+    def stop(place):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(clean.shutil, "rmtree", stop)
+    with pytest.raises(KeyboardInterrupt):
+        clean.cache_folder()
+    monkeypatch.undo()
+    monkeypatch.setenv("KVLAB_CACHE", str(tmp_path))
+    clean.cache_folder()
+    assert not tmp_path.exists()
 
 
 @pytest.mark.parametrize("own", [True, False])

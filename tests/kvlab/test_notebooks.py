@@ -93,6 +93,7 @@ def test_copies_are_made_once_and_never_overwritten(tmp_path):
     mine = tmp_path / "my"
     assert notebooks.copy_labs(mine)
     copy = next(mine.glob("*.ipynb"))
+    assert not any(cell.get("outputs") for cell in notebooks.read(copy).cells)
     copy.write_text("my work")
     assert notebooks.copy_labs(mine) == []
     assert copy.read_text() == "my work"
@@ -104,8 +105,8 @@ def test_unknown_notebook_lists_those_there_are():
 
 
 def _nbval(path, **variables):
-    # The file lies outside the checkout, where the root's conftest.py does not choose the kernel.
-    options = ["--nbval", "--nbval-current-env", "-q", "-p", "no:cacheprovider"]
+    # The file lies outside the checkout, so the root's conftest.py has to be named.
+    options = ["--nbval", "-p", "conftest", "-q", "-p", "no:cacheprovider"]
     return subprocess.run(
         [sys.executable, "-m", "pytest", *options, str(path)],
         cwd=ROOT,
@@ -130,13 +131,13 @@ def test_nbval_sees_a_changed_engine_number(tmp_path):
     assert unchanged.returncode == 0, unchanged.stdout
 
     measure = next(c for c in lab.cells if c.id == "measure")
-    changed = json.loads(json.dumps(measure.outputs[0]).replace("2190", "2191"))
+    changed = json.loads(json.dumps(measure.outputs[0]).replace("1800", "1801"))
     assert changed != measure.outputs[0]
     measure.outputs = [nbformat.from_dict(changed)]
     path.write_text(nbformat.writes(lab))
     result = _nbval(path)
     assert result.returncode == 1
-    assert "2191" in result.stdout
+    assert "1801" in result.stdout
 
 
 def test_strict_nbval_grades_a_learners_copy(tmp_path):
@@ -153,11 +154,38 @@ def test_strict_nbval_grades_a_learners_copy(tmp_path):
     open_source = exercise.source
     for answer, code in (
         (stub, 1),
-        ('token_forwards = {"without cache": 2190, "with cache": 120}', 1),
-        ('token_forwards = {"without cache": 2190, "with cache": 119}', 0),
+        ('token_forwards = {"without cache": 1800, "with cache": 85}', 1),
+        ('token_forwards = {"without cache": 1800, "with cache": 84}', 0),
     ):
         exercise.source = open_source.replace(stub, answer)
         path.write_text(nbformat.writes(lab))
         result = _nbval(path, KVLAB_STRICT="1")
         assert result.returncode == code, result.stdout
         assert ("NotPassed" in result.stdout) == bool(code)
+
+
+@pytest.mark.parametrize(
+    "disarm",
+    [
+        lambda cell: cell.update(source="# " + cell.source.replace("\n", "\n# ")),
+        lambda cell: cell.metadata.update(tags=["nbval-skip"]),
+        lambda cell: cell.metadata.update(tags=["raises-exception"]),
+    ],
+)
+def test_a_copy_without_a_check_is_not_graded_as_done(tmp_path, disarm):
+    lab = notebooks.read(ROOT / "labs" / "00_one_request.ipynb")
+    path = tmp_path / "00_one_request.ipynb"
+    path.write_text(nbformat.writes(lab))
+    assert notebooks.unchecked(path) == []
+    disarm(next(cell for cell in lab.cells if cell.id == "ex1"))
+    path.write_text(nbformat.writes(lab))
+    assert notebooks.unchecked(path) == ["00.1"]
+
+
+def test_what_a_learners_own_cells_print_is_not_graded(tmp_path):
+    path = tmp_path / "mine.ipynb"
+    cell = new_code_cell("import time\nprint(time.time_ns())")
+    cell.outputs = [nbformat.v4.new_output("stream", text="1\n")]
+    path.write_text(nbformat.writes(new_notebook(cells=[cell])))
+    assert _nbval(path).returncode == 1
+    assert _nbval(path, KVLAB_STRICT="1").returncode == 0

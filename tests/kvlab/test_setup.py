@@ -10,7 +10,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import namedtuple
 
 import pytest
 
@@ -110,18 +109,6 @@ def test_a_moved_checkout_gets_a_new_one(made):
         assert where_kvlab_is(moved) == str(moved / "shared" / "kvlab" / "__init__.py")
     finally:
         moved.rename(made)
-
-
-Version = namedtuple("Version", "major minor micro releaselevel serial")
-
-
-@pytest.mark.parametrize(("minor", "refused"), [(10, True), (11, False), (12, False), (13, True)])
-def test_other_pythons_are_refused_by_name(monkeypatch, minor, refused):
-    monkeypatch.setattr("platform.python_version", lambda: f"3.{minor}.1")
-    monkeypatch.setattr(sys, "version_info", Version(3, minor, 1, "final", 0))
-    said = setup.refusal()
-    assert (f"Found Python 3.{minor}.1" in said) == refused
-    assert ("make lab PYTHON=" in said) == refused
 
 
 @pytest.mark.parametrize(

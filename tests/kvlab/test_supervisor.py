@@ -6,6 +6,7 @@ import contextlib
 import gc
 import http.server
 import json
+import mmap
 import os
 import signal
 import socket
@@ -96,7 +97,7 @@ def starter(*words: str) -> Iterator[tuple[subprocess.Popen[str], Facts]]:
     with process:
         facts = json.loads(process.stdout.readline())
         assert len(facts["tree"]) == 7
-        assert set(left(facts)) == {"folder"} | ({"processes", "port"} if process else set())
+        assert set(left(facts)) == {"folder", "processes", "port"}
         try:
             yield process, facts
         finally:
@@ -288,8 +289,7 @@ def test_starts_and_stops_leak_nothing() -> None:
     assert len(list((base.paths.cache() / "logs").iterdir())) == 20  # of 21
 
 
-def test_start_is_fast() -> None:
-    """The supervisor itself starts without the site-packages, so without the notebook's weight."""
+def test_the_supervisor_starts_without_site_packages() -> None:
     with StandIn("sane").start() as engine:
         command = psutil.Process(engine.facts()["supervisor"]).cmdline()
         assert command[1:3] == ["-I", "-S"]
@@ -404,9 +404,25 @@ def test_a_pid_that_was_used_again_is_not_ended() -> None:
     supervisor.send(now, signal.SIGKILL)  # gone: nothing happens
 
 
-def test_a_container_limit_counts_as_memory() -> None:
-    available = base.available_memory()
-    assert 0 < available <= psutil.virtual_memory().total
+@pytest.mark.parametrize(("ends", "memory"), [("stop", "own"), ("kill", "own"), ("kill", "ours")])
+def test_shared_memory_does_not_outlive_its_engine(ends: str, memory: str) -> None:
+    """A process that is killed cannot remove what it has in /dev/shm; what others use stays."""
+    with StandIn("memory") as engine:
+        facts = engine.start().facts()
+        (name,) = Path(str(facts["folder"])).glob("psm_*")
+        segment = Path("/dev/shm") / name.name
+        with contextlib.ExitStack() as stack:
+            if memory == "ours":
+                file = stack.enter_context(segment.open("rb"))
+                stack.enter_context(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+            time.sleep(2 * supervisor._LOOK_SECONDS)
+            if ends == "kill":
+                for pid in facts["tree"]:
+                    os.kill(pid, signal.SIGKILL)
+                within(10, lambda: not Path(facts["folder"]).exists())
+            engine.stop()
+            assert segment.exists() == (memory == "ours")
+        segment.unlink(missing_ok=True)
 
 
 NOTEBOOK = f"""

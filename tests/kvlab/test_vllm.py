@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
@@ -116,6 +117,35 @@ def test_a_stream_that_is_closed_early_is_aborted(engine: VLLM) -> None:
     # Its blocks are free again: only then can the cache be reset.
     assert engine.reset_prefix_cache()
     assert 3 <= engine.counters().generation_tokens - before.generation_tokens < 900
+
+
+def test_only_who_knows_the_token_may_change_anything(engine: VLLM) -> None:
+    """Every web page that this machine shows could reach the port."""
+    for path in ("/reset_prefix_cache", "/sleep", "/v1/completions", "/collective_rpc"):
+        for headers in ({}, {"Authorization": "Bearer guess"}, {"Content-Type": "text/plain"}):
+            answer = httpx.post(engine.url + path, headers=headers, content=b"{}", trust_env=False)
+            assert answer.status_code == 401, (path, answer.text)
+    assert httpx.get(engine.url + "/metrics", trust_env=False).status_code == 200
+
+
+@pytest.mark.parametrize("asked", [None, 5, {"text": "a"}, b"a", [None], [["a"]], [1.5], [[1], 2]])
+def test_what_is_no_prompt_is_refused(engine: VLLM, asked: Any) -> None:
+    with pytest.raises(EngineError, match="A prompt is a text or a list of token ids"):
+        engine.generate(asked)
+    with pytest.raises(EngineError):
+        next(engine.stream(asked))
+
+
+def test_one_stop_string_is_one(engine: VLLM) -> None:
+    whole = engine.generate("Count: one two three", max_tokens=20, ignore_eos=True).text
+    stop = whole[4:9]
+    assert engine.generate("Count: one two three", max_tokens=20, stop=stop).text == whole[:4]
+    with pytest.raises(EngineError, match="stream\\(\\) takes one prompt"):
+        next(engine.stream(["a", "b"]))  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match="cannot be asked that"):
+        engine.generate("a", temperature=math.nan)
+    with pytest.raises(EngineError, match="the prompt alone fills max_model_len"):
+        engine.generate(prompt(1024))
 
 
 def test_a_salt_isolates(engine: VLLM) -> None:

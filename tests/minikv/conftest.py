@@ -52,7 +52,20 @@ TEXT = (
 
 
 def make_model(kind: str) -> PreTrainedModel:
+    """With biases and norm weights unlike those of a fresh model, 0 and 1: a reader of
+    checkpoints that mixed them up, or left them out, would give the same numbers."""
     torch.manual_seed(1)
+    model = _fresh_model(kind)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.3)
+            elif name.endswith("norm.weight"):
+                parameter.normal_(1, 0.4)
+    return model
+
+
+def _fresh_model(kind: str) -> PreTrainedModel:
     if kind == "llama":
         return LlamaForCausalLM(LlamaConfig(**COMMON, attention_bias=True, mlp_bias=True))
     if kind == "tied":
@@ -60,7 +73,7 @@ def make_model(kind: str) -> PreTrainedModel:
     if kind == "llama3-rope":
         return LlamaForCausalLM(LlamaConfig(**COMMON, rope_parameters=LLAMA3_ROPE))
     assert kind == "qwen3"
-    return Qwen3ForCausalLM(Qwen3Config(**COMMON, head_dim=32))
+    return Qwen3ForCausalLM(Qwen3Config(**COMMON, head_dim=32, attention_bias=True))
 
 
 KINDS = ("llama", "tied", "llama3-rope", "qwen3")

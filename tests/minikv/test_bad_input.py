@@ -82,6 +82,7 @@ def test_stream_and_add_request_refuse_at_once(llm):
     [
         (dict(sampling_params={"max_tokens": 3}), "sampling_params must be SamplingParams"),
         (dict(sampling_params=7), "sampling_params must be SamplingParams; got 7"),
+        (dict(priority=1), r"priorities need LLM\(\.\.\., scheduling_policy=.priority.\)"),
         (dict(priority=[0, None]), "priority must be a whole number; got None"),
         (dict(cache_salt=7), "cache_salt must be a text or None; got 7"),
         (dict(cache_salt="\ud800"), "ud800|surrogate|encod"),

@@ -67,3 +67,11 @@ def test_the_space_between_prompt_and_output_is_kept(tmp_path):
     for token in (2, 3):
         detokenizer.append(token)
     assert detokenizer.text == " world!"
+
+
+def test_half_a_character_of_the_prompt_is_not_output(both):
+    ours, _ = both
+    prompt = ours.encode("The file says \ufffd\ufffd")
+    detokenizer = Detokenizer(ours, stop=["\ufffd"], prompt=prompt)
+    assert not any(detokenizer.append(token) for token in ours.encode(" and ends"))
+    assert detokenizer.text == " and ends"

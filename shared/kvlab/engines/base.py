@@ -37,6 +37,7 @@ Prompt = str | list[int]
 """Text, or the token ids themselves."""
 
 _KEPT_LOGS = 20
+_LOCK = "lock"
 _LONGEST_SOCKET = 107
 """Bytes in the path of a Unix socket (sun_path holds 108 with the closing zero)."""
 _SOCKET_NAME = 40
@@ -197,7 +198,7 @@ def _new_folder() -> tuple[Path, int]:
     # Locked before it has its name, so that sweep() never sees it unlocked.
     new = root / f".{run}"
     new.mkdir(mode=0o700)
-    lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
+    lock = os.open(new / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)  # NFS locks no folders
     fcntl.flock(lock, fcntl.LOCK_EX)
     new.rename(root / run)
     return root / run, lock
@@ -211,20 +212,17 @@ def sweep() -> list[str]:
     """
     swept = []
     for folder in _temp_root().glob("[0-9a-f]*"):
-        try:
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            continue  # its supervisor lives
-        else:
+        with contextlib.ExitStack() as stack:
+            # One without its lock is about to be removed by its supervisor, or was to be.
+            with contextlib.suppress(FileNotFoundError):
+                lock = stack.enter_context((folder / _LOCK).open("r+"))
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    continue  # its supervisor lives
             supervisor.end_marked(folder.name, Server.grace)
             shutil.rmtree(folder, ignore_errors=True)
             swept.append(folder.name)
-        finally:
-            os.close(lock)
     return swept
 
 
@@ -246,13 +244,14 @@ class _Run:
         name: str,
         folder: Path,
         lock: int,
+        log: Path,
         command: Sequence[str],
         env: dict[str, str],
         grace: float,
     ) -> None:
         self.folder = folder
         self.grace = grace
-        self.log = _new_log(name, folder.name)
+        self.log = log
         self.owner = os.getpid()
         self.engine = Process(0, 0)  # nobody, until the supervisor says who it is
         self.ending = threading.Lock()
@@ -326,8 +325,8 @@ class _Run:
     def status(self) -> str:
         """How the engine ended, in words; call after end()."""
         code = self.process.returncode
-        if code > 128:
-            number = code - 128
+        number = code - 128
+        if number in set(signal.Signals):
             killed = signal.Signals(number).name
             if number == signal.SIGKILL:
                 killed += ", as Linux does when memory runs out, or by hand"
@@ -409,6 +408,8 @@ class Server:
     """What the engine says while it still answers, though an inner process of it has died."""
 
     def __init__(self, model: str, *, port: int | None, deadline: float) -> None:
+        if port is not None and not (isinstance(port, int) and 0 < port < 65536):
+            raise EngineError(f"A port is a whole number from 1 to 65535, and not {port!r}.")
         self.model = model
         """The model's name, as metrics and requests have it."""
         self._wanted_port = port
@@ -416,6 +417,7 @@ class Server:
         self._run: _Run | None = None
         self._end: weakref.finalize[Any, Any] | None = None
         self._client: httpx.Client | None = None
+        self._token = ""
         self.port = 0
 
     # What a derived class gives.
@@ -425,6 +427,9 @@ class Server:
 
     def _environment(self, folder: Path) -> dict[str, str]:
         raise NotImplementedError
+
+    def _check_room(self) -> None:
+        """Raise EngineError where the engine cannot fit; what others left is gone by now."""
 
     def _explain(self, line: str) -> str | None:
         """A clear sentence for one of the engine's error lines, or None."""
@@ -442,6 +447,7 @@ class Server:
             return self
         self.stop()  # what may be left of one that died
         sweep()
+        self._check_room()
         if self._wanted_port is not None and not _port_is_free(self._wanted_port):
             raise EngineError(
                 f"Port {self._wanted_port} is in use by another program. Give {self.name} "
@@ -458,19 +464,22 @@ class Server:
 
     def _start_once(self) -> None:
         self.port = self._wanted_port or free_port()
+        self._token = secrets.token_urlsafe(24)
         command = self._command(self.port)
         folder, lock = _new_folder()
         try:
             environment = self._environment(folder)
+            log = _new_log(self.name, folder.name)
         except BaseException:
             os.close(lock)
             shutil.rmtree(folder)
             raise
-        run = self._run = _Run(self.name, folder, lock, command, environment, self.grace)
+        run = self._run = _Run(self.name, folder, lock, log, command, environment, self.grace)
         # Runs when this object is collected and when the interpreter exits, but once.
         self._end = weakref.finalize(self, run.end)
         self._client = httpx.Client(
             base_url=self.url,
+            headers={"Authorization": f"Bearer {self._token}"},
             # Reading may take long: an answer that is not streamed comes after its last token.
             # A dead server does not have to be waited for: its connection breaks at once.
             timeout=httpx.Timeout(600, connect=5),
@@ -615,7 +624,10 @@ class Server:
                 f"Its log: {log}",
                 log,
             )
-        return EngineError(f"{self.name} refused: {text}", self.log)
+        clear = self._explain(text)
+        return EngineError(
+            f"{self.name} refused: {text}" + (f" {clear}" if clear else ""), self.log
+        )
 
     def _ended(self, when: str) -> EngineError:
         """The error for an engine whose main process is gone; cleans up after it."""

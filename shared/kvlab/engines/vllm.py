@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import os
 import re
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self, overload
+from typing import Any, Literal, NamedTuple, overload
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -32,6 +33,8 @@ from kvlab.engines.base import (
     Server,
     available_memory,
 )
+from kvlab.inside import token
+from kvlab.inside.token import RequireToken
 
 _OVERHEAD = 1792 << 20
 """Bytes of main memory that the CPU build's three processes take besides weights and KV: 1,640 MiB
@@ -82,8 +85,9 @@ def start(
     vLLM's null block and holds nothing. `deadline` is in seconds. `extra_args` go to the command
     line as they are.
 
-    Raises EngineError, before anything is started where that can be seen: the model is missing or
-    cut short, memory is too little, the port is taken; or when vLLM ends or is not ready in time.
+    Raises EngineError, before anything is started where that can be seen: the model is cut short,
+    memory is too little, the port is taken; or when vLLM ends or is not ready in time.
+    kvlab.models.ModelError if no model has that name or it cannot be had,
     kvlab.environments.EnvironmentMissing if vLLM is not installed.
     """
     return VLLM(
@@ -131,6 +135,10 @@ class VLLM(Server):
         # Imported here because they are not needed to speak of an engine, only to start one.
         from kvlab import environments
 
+        if dtype not in _WIDTH:
+            raise EngineError(f"dtype is one of {', '.join(_WIDTH)}, and not {dtype!r}.")
+        if isinstance(extra_args, str):
+            raise EngineError("extra_args is a list of words, not one text: use text.split().")
         self._python = environments.python("vllm")
         self.device = environments.device()
         """"cpu" or "cuda"."""
@@ -157,7 +165,7 @@ class VLLM(Server):
             "--enable-prefix-caching" if enable_prefix_caching else "--no-enable-prefix-caching",
             "--enforce-eager" if enforce_eager else "--no-enforce-eager",
             "--enable-chunked-prefill",
-            # On by default on a GPU, impossible on a CPU; it shifts what a step schedules.
+            # On by default on a GPU, off on a CPU; it shifts what a step schedules.
             "--no-async-scheduling",
             # A model's folder may bring sampling settings of its own: leave them out.
             *("--generation-config", "vllm"),
@@ -177,24 +185,25 @@ class VLLM(Server):
 
     # What Server asks for.
 
-    def start(self) -> Self:
-        if self.device == "cpu" and not self.is_alive:
-            weights = self._numbers * _WIDTH[self._dtype]
-            needed = weights + self._kv_bytes + _OVERHEAD
-            free = available_memory()
-            if needed > free:
-                raise EngineError(
-                    f"{self.name} needs about {_gib(needed)} of memory ({_gib(weights)} weights, "
-                    f"{_gib(self._kv_bytes)} KV cache, {_gib(_OVERHEAD)} for its processes), and "
-                    f"{_gib(free)} are free. Stop other engines and kernels, or give a smaller "
-                    f"kv_cache_memory_bytes or a smaller model."
-                )
-        return super().start()
+    def _check_room(self) -> None:
+        if self.device != "cpu":
+            return
+        weights = self._numbers * _WIDTH[self._dtype]
+        needed = weights + self._kv_bytes + _OVERHEAD
+        free = available_memory()
+        if needed > free:
+            raise EngineError(
+                f"{self.name} needs about {_gib(needed)} of memory ({_gib(weights)} weights, "
+                f"{_gib(self._kv_bytes)} KV cache, {_gib(_OVERHEAD)} for its processes), and "
+                f"{_gib(free)} are free. Stop other engines and kernels, or give a smaller "
+                f"kv_cache_memory_bytes or a smaller model."
+            )
 
     def _command(self, port: int) -> list[str]:
         return [
             *(str(self._python), "-m", "vllm.entrypoints.cli.main", "serve", str(self.folder)),
             *("--served-model-name", self.model, "--host", "127.0.0.1", "--port", str(port)),
+            *("--middleware", f"{RequireToken.__module__}.{RequireToken.__name__}"),
             *self._flags,
             *self._extra_args,
         ]
@@ -228,6 +237,9 @@ class VLLM(Server):
             # vLLM renames its processes, and the library for that would write the new name over
             # the environment in /proc, where kvlab.supervisor.marked looks.
             "SPT_NOENV": "1",
+            # Without a token nothing but a look: VLLM_SERVER_DEV_MODE opens more than a reset.
+            token.VARIABLE: self._token,
+            "PYTHONPATH": str(paths.ROOT / "shared"),  # kvlab.inside
         }
         if self.device == "cpu":
             # "nobind" leaves threads to the kernel: with the default every engine on a machine
@@ -318,8 +330,14 @@ class VLLM(Server):
 
         if _is_one(prompt):
             return one(prompt)  # type: ignore[arg-type]
-        with ThreadPoolExecutor(max_workers=max(1, len(prompt))) as pool:
-            return list(pool.map(one, prompt))
+        many = list(prompt)
+        if not all(_is_one(item) for item in many):
+            raise EngineError(_NO_PROMPT.format(prompt))
+        pool = ThreadPoolExecutor(max_workers=max(1, len(many)))
+        try:
+            return list(pool.map(one, many))
+        finally:  # Ctrl-C, or one that was refused, does not wait for the others
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def stream(
         self,
@@ -339,6 +357,8 @@ class VLLM(Server):
         The request is sent with the first next(). Closing the generator early (leaving a `for`
         loop over it does, close() does) closes the connection, and vLLM aborts the request.
         """
+        if not _is_one(prompt):
+            raise EngineError("stream() takes one prompt; generate() takes several.")
         body = self._body(
             prompt, max_tokens, temperature, top_p, seed, stop, ignore_eos, cache_salt, priority
         )
@@ -385,13 +405,15 @@ class VLLM(Server):
                 f"{self.name} serves first come, first served: start it with "
                 f'scheduling_policy="priority" to give priorities.'
             )
+        if not isinstance(prompt, str):
+            prompt = [operator.index(token) for token in prompt]
         body: dict[str, Any] = {
             "model": self.model,
             "prompt": prompt,
             "max_tokens": max_tokens,
             "temperature": temperature,
             "top_p": top_p,
-            "stop": list(stop),
+            "stop": [stop] if isinstance(stop, str) else list(stop),
             "ignore_eos": ignore_eos,
             "priority": priority,
             "logprobs": 0,  # of the sampled token alone
@@ -401,6 +423,10 @@ class VLLM(Server):
             body["seed"] = seed
         if cache_salt is not None:
             body["cache_salt"] = cache_salt
+        try:
+            json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+        except (TypeError, ValueError) as error:
+            raise EngineError(f"{self.name} cannot be asked that: {error}.") from None
         return body
 
     def metrics(self) -> dict[str, float]:
@@ -454,6 +480,10 @@ class VLLM(Server):
 
 _SENTENCES = [
     (
+        r"max_tokens must be at least 1, got 0",
+        "Either max_tokens is 0, or the prompt alone fills max_model_len.",
+    ),
+    (
         r"CUDA out of memory|desired GPU memory utilization",
         "The GPU has too little free memory: stop other engines and kernels that use it.",
     ),
@@ -467,12 +497,25 @@ _SENTENCES = [
         "kv_cache_memory_bytes or a smaller max_model_len.",
     ),
     (r"Available memory on node", "Memory is too little: stop other engines and kernels."),
+    (
+        r"ModuleNotFoundError: No module named",
+        "vLLM's environment is damaged: remove its folder (`make doctor` names it), then "
+        "`make setup`.",
+    ),
     (r"unrecognized arguments", "This vLLM does not know a flag that it was given (extra_args)."),
 ]
 
 
-def _is_one(prompt: Prompt | list[str] | list[list[int]]) -> bool:
-    return isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
+_NO_PROMPT = "A prompt is a text or a list of token ids, and not {!r:.80}."
+
+
+def _is_one(prompt: object) -> bool:
+    """Whether it is one prompt: text or token ids. Raises EngineError if it is no list either."""
+    if isinstance(prompt, str):
+        return True
+    if not isinstance(prompt, (list, tuple)):
+        raise EngineError(_NO_PROMPT.format(prompt))
+    return len(prompt) > 0 and all(hasattr(part, "__index__") for part in prompt)
 
 
 def _chunk(choice: dict[str, Any], **end: Any) -> Chunk:
