@@ -63,8 +63,19 @@ def _record_setup() -> None:
             "again_seconds": round(time.monotonic() - began),
             "disk_gb": round(size(cache(), VENV) / 1e9, 1),
             "conditions_text": f"{cores} cores, {device} builds",
+            # What the set-up announces. For CUDA it is an estimate.
+            "download_gb": _announced(0, device),
+            "cuda_download_gb": _announced(0, "cuda"),
+            "cuda_disk_gb": _announced(1, "cuda"),
         },
     )
+
+
+def _announced(which: int, device: str) -> int:
+    from kvlab import environments
+
+    sizes = [size for (_, where), size in environments.SIZES.items() if where == device]
+    return round(sum(size[which] for size in sizes) + 0.1)  # and the model
 
 
 @app.command()

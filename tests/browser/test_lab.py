@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvlab import doctor, jupyter
+from kvlab import doctor, jupyter, notebooks
 from kvlab.paths import ROOT
 
 CHROMIUM = doctor.chromium()
@@ -31,8 +31,8 @@ CELLS = """() => window.jupyterapp.shell.currentWidget.model.sharedModel.toJSON(
 def course(tmp_path_factory):
     """A JupyterLab over copies of chapters and labs, so that the checkout stays as it is."""
     root = tmp_path_factory.mktemp("course")
-    for part in ("chapters", "labs"):
-        shutil.copytree(ROOT / part, root / part)
+    shutil.copytree(ROOT / "chapters", root / "chapters")
+    notebooks.copy_labs(root / "my")
     with jupyter.serve(root, open_app_in_browser=True) as server:
         yield server
     assert not psutil.pid_exists(server.pid)
@@ -113,7 +113,7 @@ def _answer(page, cell_id, source):
 
 
 def test_lab_runs_and_verdicts_follow_the_answer(page, course):
-    _open(page, course, "labs/00_one_request.ipynb")
+    _open(page, course, "my/00_one_request.ipynb")
     _run_all(page)
     outputs = _outputs(page)
     assert [o for o in outputs if o["output_type"] == "error"] == []
@@ -121,8 +121,9 @@ def test_lab_runs_and_verdicts_follow_the_answer(page, course):
     assert text.count("not tried") == 3
     assert "vLLM found    128" in text
 
-    wrong = 'check("00.1", {"without cache": 1800, "with cache": 85})'
-    right = 'check("00.1", {"without cache": 1800, "with cache": 84})'
+    source = 'token_forwards = {"without cache": 1800, "with cache": %s}\n\n'
+    source += 'check("00.1", token_forwards)'
+    wrong, right = source % "85", source % "84"
     cell, verdict = _answer(page, "ex1", wrong)
     sync_api.expect(verdict).to_contain_text("failed")
     cell.locator(".cm-content").click()

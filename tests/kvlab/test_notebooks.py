@@ -185,7 +185,7 @@ def test_a_copy_without_a_check_is_not_graded_as_done(tmp_path, disarm):
 def test_what_a_learners_own_cells_print_is_not_graded(tmp_path):
     path = tmp_path / "mine.ipynb"
     cell = new_code_cell("import time\nprint(time.time_ns())")
-    cell.outputs = [nbformat.v4.new_output("stream", text="1\n")]
+    cell.outputs, cell.execution_count = [nbformat.v4.new_output("stream", text="1\n")], 1
     path.write_text(nbformat.writes(new_notebook(cells=[cell])))
     assert _nbval(path).returncode == 1
     assert _nbval(path, KVLAB_STRICT="1").returncode == 0
