@@ -16,7 +16,7 @@ import random
 import reprlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,60 +36,12 @@ from minikv.request import (
 from minikv.runner import Runner
 from minikv.scheduler import Scheduler, SchedulerOutput
 from minikv.tokenizer import Detokenizer, Tokenizer
+from minikv.trace import Stats, Step, as_step
 from minikv.weights import eos_token_ids, load_model, model_config, read_json
 
 Prompt = str | Sequence[int]
 
 TRACE_STEPS = 2_000
-
-
-@dataclass
-class Stats:
-    """What the engine has done since it was made or since `reset`.
-
-    steps: passes of the model over a scheduled batch.
-    token_forwards: tokens that went through the model, in steps and in `LLM.forward`.
-    prefill_tokens, decode_tokens: those of the steps, by kind.
-    preemptions: how often a request lost its blocks.
-    prefix_cache_queries, prefix_cache_hits: tokens looked up and found when requests were admitted
-        for the first time (as vLLM counts them).
-    peak_blocks: most blocks that were in use in one step.
-    """
-
-    steps: int = 0
-    token_forwards: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    preemptions: int = 0
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    peak_blocks: int = 0
-
-    def reset(self) -> None:
-        for item in fields(self):
-            setattr(self, item.name, item.default)
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One step as it was scheduled, in request ids and numbers only.
-
-    index: counts all steps of this engine from 0.
-    prefill, decode: tokens given to each request, in the order of the batch; a request is in one.
-    cached: for each request admitted in this step, the tokens found in the prefix cache.
-    preempted, waiting: requests that lost their blocks; the queue after scheduling.
-    blocks: the block table of each scheduled request.
-    free_blocks: free after scheduling.
-    """
-
-    index: int
-    prefill: dict[str, int]
-    decode: dict[str, int]
-    cached: dict[str, int]
-    preempted: tuple[str, ...]
-    waiting: tuple[str, ...]
-    blocks: dict[str, tuple[int, ...]]
-    free_blocks: int
 
 
 @dataclass(eq=False)
@@ -384,31 +336,10 @@ class LLM:
 
     def _record(self, out: SchedulerOutput) -> None:
         """Write the step into `trace` and `stats`; before `update`, which changes the requests."""
-        kv, stats = self.scheduler.kv, self.stats
-        step = Step(
-            index=self._num_steps,
-            prefill={s.request.request_id: s.num_tokens for s in out.scheduled if not s.is_decode},
-            decode={s.request.request_id: s.num_tokens for s in out.scheduled if s.is_decode},
-            cached=out.admitted,
-            preempted=tuple(r.request_id for r in out.preempted),
-            waiting=tuple(r.request_id for r in self.scheduler.waiting),
-            blocks={s.request.request_id: tuple(s.block_ids) for s in out.scheduled},
-            free_blocks=kv.pool.num_free,
-        )
+        step = as_step(self._num_steps, out, self.scheduler)
         self.trace.append(step)
+        self.stats.count(step, out, self.scheduler)
         self._num_steps += 1
-        stats.steps += bool(out.scheduled)
-        stats.prefill_tokens += sum(step.prefill.values())
-        stats.decode_tokens += sum(step.decode.values())
-        stats.token_forwards += sum(step.prefill.values()) + sum(step.decode.values())
-        stats.preemptions += len(out.preempted)
-        for share in out.scheduled:
-            request = share.request
-            first = request.request_id in out.admitted and request.num_preemptions == 0
-            if first and kv.pool.enable_caching:
-                stats.prefix_cache_queries += request.num_tokens
-                stats.prefix_cache_hits += out.admitted[request.request_id]
-        stats.peak_blocks = max(stats.peak_blocks, kv.pool.num_blocks - 1 - kv.pool.num_free)
 
     def _make_client(
         self, prompt: Prompt, params: SamplingParams, *, priority: int, cache_salt: str | None

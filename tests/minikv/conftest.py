@@ -59,9 +59,9 @@ def make_model(kind: str) -> PreTrainedModel:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
-                parameter.normal_(0, 0.3)
+                parameter.normal_(0, 0.05)
             elif name.endswith("norm.weight"):
-                parameter.normal_(1, 0.4)
+                parameter.normal_(1, 0.3)
     return model
 
 

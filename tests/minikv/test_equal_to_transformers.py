@@ -69,7 +69,8 @@ def test_preempted(kind, caching, budget, policy, folder, reference):
               max_model_len=96, max_num_batched_tokens=budget, scheduling_policy=policy,
               enable_prefix_caching=caching)  # fmt: skip
     batch = prompts(8)
-    ids = [llm.add_request(p, GREEDY, priority=i % 3) for i, p in enumerate(batch)]
+    ranks = [i % 3 if policy == "priority" else 0 for i in range(len(batch))]
+    ids = [llm.add_request(p, GREEDY, priority=rank) for p, rank in zip(batch, ranks, strict=True)]
     outputs = {}
     while llm.has_unfinished():
         outputs |= {o.request_id: o for o in llm.step()}

@@ -108,6 +108,33 @@ def start(
     ).start()
 
 
+def clean_environment(python: Path) -> dict[str, str]:
+    """This process's environment for a program under vLLM's Python: nothing of the notebook's
+    Python, nor settings of vLLM that no notebook shows; what vLLM caches lies in the cache folder.
+    """
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTHON", "VLLM_", "VIRTUAL_ENV", "MPLBACKEND"))
+    }
+    home = paths.make_cache("engine-home", "vllm")
+    return env | {
+        "PATH": f"{python.parent}{os.pathsep}{env.get('PATH', os.defpath)}",
+        "XDG_CACHE_HOME": str(home),
+        "XDG_CONFIG_HOME": str(home / "config"),
+        "VLLM_CACHE_ROOT": str(home / "vllm"),
+        "VLLM_CONFIG_ROOT": str(home / "config" / "vllm"),
+        "HF_HOME": str(home / "huggingface"),
+        "TRITON_CACHE_DIR": str(home / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(home / "inductor"),
+        "CUDA_CACHE_PATH": str(home / "cuda"),
+        "FLASHINFER_WORKSPACE_BASE": str(home),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    }
+
+
 class VLLM(Server):
     """A vLLM server; `start` makes one. Its processes end with stop() or its `with` block."""
 
@@ -209,29 +236,9 @@ class VLLM(Server):
         ]
 
     def _environment(self, folder: Path) -> dict[str, str]:
-        # Nothing of the notebook's Python gets in, nor settings of vLLM that no notebook shows.
-        env = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("PYTHON", "VLLM_", "VIRTUAL_ENV", "MPLBACKEND"))
-        }
-        home = paths.make_cache("engine-home", "vllm")  # everything that vLLM itself caches
-        env |= {
-            "PATH": f"{self._python.parent}{os.pathsep}{env.get('PATH', os.defpath)}",
+        env = clean_environment(self._python) | {
             "TMPDIR": str(folder),
             "VLLM_RPC_BASE_PATH": str(folder),
-            "XDG_CACHE_HOME": str(home),
-            "XDG_CONFIG_HOME": str(home / "config"),
-            "VLLM_CACHE_ROOT": str(home / "vllm"),
-            "VLLM_CONFIG_ROOT": str(home / "config" / "vllm"),
-            "HF_HOME": str(home / "huggingface"),
-            "TRITON_CACHE_DIR": str(home / "triton"),
-            "TORCHINDUCTOR_CACHE_DIR": str(home / "inductor"),
-            "CUDA_CACHE_PATH": str(home / "cuda"),
-            "FLASHINFER_WORKSPACE_BASE": str(home),
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "DO_NOT_TRACK": "1",
             "VLLM_SERVER_DEV_MODE": "1",  # POST /reset_prefix_cache
             "VLLM_HOST_IP": "127.0.0.1",  # for the sockets between its processes
             # vLLM renames its processes, and the library for that would write the new name over

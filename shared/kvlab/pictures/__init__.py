@@ -6,5 +6,6 @@ page shows its SVG.
 """
 
 from kvlab.pictures.forwards import ForwardsPicture, forwards_svg
+from kvlab.pictures.timeline import Timeline, timeline_svg
 
-__all__ = ["ForwardsPicture", "forwards_svg"]
+__all__ = ["ForwardsPicture", "Timeline", "forwards_svg", "timeline_svg"]
