@@ -150,6 +150,40 @@ def run(name: Annotated[str, typer.Argument(help="Such as labs/00 or my/00.")]) 
         raise SetupError(str(error)) from error
 
 
+@app.command()
+def plan(
+    role: Annotated[str, typer.Option(help="Such as backend or kernel.")] = "backend",
+    hours: Annotated[float, typer.Option(help="How long you have.")] = 4,
+) -> None:
+    """Print an agenda of chapters and exercises for a role and a time."""
+    from kvlab import course
+
+    course.print_plan(role, hours)
+
+
+@app.command()
+def progress() -> None:
+    """Print which exercises are passed in the saved notebooks of my/."""
+    from kvlab import course
+    from kvlab.paths import ROOT
+
+    course.print_progress(ROOT / "my")
+
+
+@app.command()
+def reset(lab: Annotated[str, typer.Argument(help="The lab's number, such as 01.")]) -> None:
+    """Bring a lab back into my/ as it came; the old copy is kept beside it."""
+    from kvlab import notebooks
+
+    try:
+        fresh, kept = notebooks.reset(lab)
+    except notebooks.NotebookError as error:
+        raise SetupError(str(error)) from error
+    if kept:
+        print(f"Kept the old copy as my/{kept.name}.")
+    print(f"my/{fresh.name} is as it came.")
+
+
 @app.command("notebooks")
 def make_notebooks(
     prefixes: Annotated[list[str] | None, typer.Argument(help="Such as 00; default: all.")] = None,

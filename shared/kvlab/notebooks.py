@@ -181,6 +181,29 @@ def copy_labs(into: Path) -> list[Path]:
     return copied
 
 
+def reset(prefix: str) -> tuple[Path, Path | None]:
+    """Bring a lab back into my/ as it came: (the fresh copy, where the old one is now).
+
+    Raises NotebookError where no lab has that number.
+    """
+    labs = sorted((ROOT / "labs").glob(f"{prefix.removeprefix('my/')}*.ipynb"))
+    if len(labs) != 1 or not prefix:
+        there = ", ".join(path.name[:2] for path in sorted((ROOT / "labs").glob("*.ipynb")))
+        raise NotebookError(f"{prefix!r} names no lab; there are {there}")
+    mine = ROOT / "my" / labs[0].name
+    kept = None
+    if mine.exists():
+        numbers = (n for n in range(1, 10_000))
+        kept = next(
+            path
+            for n in numbers
+            if not (path := mine.with_name(f"{mine.stem}.old-{n}.ipynb")).exists()
+        )
+        mine.rename(kept)
+    copy_labs(ROOT / "my")
+    return mine, kept
+
+
 def find(name: str) -> Path:
     """The notebook meant by "labs/00", "my/00_one_request" or a path.
 

@@ -65,6 +65,20 @@ def value(file: str, key: str) -> Any:
     return values[key]
 
 
+def show(file: str, key: str) -> None:
+    """Display a measured value in a notebook, with the conditions it was measured under.
+
+    For a cell whose input is hidden (tag "remove-input"): so no figure is typed into prose.
+    """
+    from IPython.display import Markdown, display
+
+    stamp = json.loads((ROOT / file).read_text())
+    conditions = ", ".join(f"{name} {what}" for name, what in stamp["conditions"].items())
+    text = _markdown(value(file, key))
+    source = f"{stamp['what']}; {conditions}; {stamp['date']} ({file})"
+    display(Markdown(f"**{text}** <small>{source}</small>"))
+
+
 def filled(page: str) -> str:
     """The Markdown text with every quoted value replaced by the present one."""
     return _QUOTE.sub(

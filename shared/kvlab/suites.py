@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -50,6 +51,8 @@ def run(suites: tuple[Suite, ...] = SUITES) -> tuple[int, list[dict[str, str]]]:
         "KVLAB_REQUIRE_ENGINES": "1",
         "PATH": f"{sys.prefix}/bin{os.pathsep}{os.environ.get('PATH', os.defpath)}",
     }
+    # A shell starts a background job with Ctrl-C ignored; some tests press it on what they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     rows = []
     worst = 0
     for suite in suites:
