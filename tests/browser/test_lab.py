@@ -10,10 +10,12 @@ import re
 import shutil
 from pathlib import Path
 
+import nbformat
 import psutil
 import pytest
 
 from kvlab import doctor, jupyter, notebooks
+from kvlab.exercises import load_all
 from kvlab.paths import ROOT
 
 CHROMIUM = doctor.chromium()
@@ -22,8 +24,18 @@ if CHROMIUM is None:
         "no Chromium found; on Debian or Ubuntu: apt-get install chromium", allow_module_level=True
     )
 sync_api = pytest.importorskip("playwright.sync_api")
+sync_api.expect.set_options(timeout=60_000)  # a busy machine takes its time
 
 RUN_ALL_TIMEOUT_MS = 300_000
+LABS = sorted(path.stem for path in (ROOT / "labs").glob("*.ipynb"))
+ENGINE = """
+import time
+from kvlab.engines import vllm
+engine = vllm.start("tiny-random")
+print("pid", engine.pid, flush=True)
+time.sleep(3600)
+"""
+RUN = "() => { window.jupyterapp.commands.execute('notebook:run-all-cells'); }"
 CELLS = """() => window.jupyterapp.shell.currentWidget.model.sharedModel.toJSON().cells"""
 
 
@@ -33,6 +45,9 @@ def course(tmp_path_factory):
     root = tmp_path_factory.mktemp("course")
     shutil.copytree(ROOT / "chapters", root / "chapters")
     notebooks.copy_labs(root / "my")
+    cell = nbformat.v4.new_code_cell(ENGINE)
+    engine = nbformat.v4.new_notebook(cells=[cell], metadata={"kernelspec": notebooks.KERNEL})
+    nbformat.write(engine, root / "engine.ipynb")
     with jupyter.serve(root, open_app_in_browser=True) as server:
         yield server
     assert not psutil.pid_exists(server.pid)
@@ -103,43 +118,105 @@ def _answer(page, cell_id, source):
     index = [cell["id"] for cell in page.evaluate(CELLS)].index(cell_id)
     cell = page.locator(f'.jp-Cell[data-windowed-list-index="{index}"]')
     cell.scroll_into_view_if_needed()
-    editor = cell.locator(".cm-content")
-    editor.click()
-    editor.press("ControlOrMeta+a")
+    _retype(page, cell, source)
+    return cell, cell.get_by_role("status")
+
+
+def _retype(page, cell, source):
+    """Replace a cell's source by the keyboard, and run it."""
+    cell.locator(".cm-content").click()
+    page.keyboard.press("ControlOrMeta+a")
     page.keyboard.insert_text(source)
     page.keyboard.press("Control+Enter")
-    verdict = cell.get_by_role("status")
-    return cell, verdict
 
 
-def test_lab_runs_and_verdicts_follow_the_answer(page, course):
-    _open(page, course, "my/00_one_request.ipynb")
+def _run_first(page, count):
+    """Run the first `count` code cells and wait for them."""
+    page.evaluate(
+        """async (count) => {
+            const panel = window.jupyterapp.shell.currentWidget;
+            const codes = panel.content.widgets.filter((w) => w.model.type === 'code');
+            for (const cell of codes.slice(0, count)) {
+                panel.content.activeCellIndex = panel.content.widgets.indexOf(cell);
+                await window.jupyterapp.commands.execute('notebook:run-cell');
+            }
+        }""",
+        count,
+    )
+
+
+@pytest.mark.parametrize("lab", LABS)
+def test_every_lab_runs_whatever_the_state_of_its_exercises(page, course, lab):
+    _open(page, course, f"my/{lab}.ipynb")
     _run_all(page)
     outputs = _outputs(page)
     assert [o for o in outputs if o["output_type"] == "error"] == []
-    text = _text(outputs)
-    assert text.count("not tried") == 3
-    assert "vLLM found    128" in text
+    open_ = [e for e in load_all().values() if e.lab == lab[:2]]
+    assert _text(outputs).count(": not tried") == len(open_)
+    _picture(page, f"lab-{lab[:2]}-open")
+    assert page.elsewhere == []
 
+
+def test_verdicts_follow_the_answer_and_hints_come_in_stages(page, course):
+    _open(page, course, "my/00_one_request.ipynb")
+    _run_first(page, 1)
     source = 'token_forwards = {"without cache": 1800, "with cache": %s}\n\n'
     source += 'check("00.1", token_forwards)'
-    wrong, right = source % "85", source % "84"
-    cell, verdict = _answer(page, "ex1", wrong)
+    cell, verdict = _answer(page, "ex1", source % "85")
     sync_api.expect(verdict).to_contain_text("failed")
-    cell.locator(".cm-content").click()
-    page.keyboard.press("ControlOrMeta+a")
-    page.keyboard.insert_text(right)
-    page.keyboard.press("Control+Enter")
+    _retype(page, cell, 'hint("00.1")\nhint("00.1")')
+    sync_api.expect(cell.locator(".jp-OutputArea")).to_contain_text("Hint 2 of 3")
+    _retype(page, cell, source % "84")
     sync_api.expect(verdict).to_contain_text("passed")
     _picture(page, "lab-00")
     assert page.elsewhere == []
 
 
-def test_slider_changes_the_picture_by_keyboard(page, course):
-    _open(page, course, "chapters/00_one_request.ipynb")
+def test_a_restarted_kernel_leaves_no_engine_behind(page, course):
+    _open(page, course, "engine.ipynb")
+    page.evaluate(RUN)  # does not wait for the end, which would be an hour away
+    page.wait_for_function(
+        "() => JSON.stringify(window.jupyterapp.shell.currentWidget.model.sharedModel"
+        ".toJSON().cells[0].outputs).includes('pid')",
+        timeout=RUN_ALL_TIMEOUT_MS,
+    )
+    pid = int(re.search(r"pid (\d+)", _text(_outputs(page)))[1])
+    engine = psutil.Process(pid)
+    family = [engine, *engine.children(recursive=True)]
+    assert len(family) > 1
+    page.evaluate(
+        "() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart()"
+    )
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert alive == []
+
+
+def _chapter(page, course, notebook):
+    _open(page, course, f"chapters/{notebook}.ipynb")
     _run_all(page)
     assert [o for o in _outputs(page) if o["output_type"] == "error"] == []
 
+
+def test_the_timetable_moves_by_keyboard(page, course):
+    _chapter(page, course, "01_scheduling")
+    picture = page.locator(".widget-html svg[role=img]").first
+    picture.scroll_into_view_if_needed()
+    before = picture.get_attribute("aria-label")
+    step = int(re.match(r"Step (\d+) of", before)[1])
+    handle = (
+        page.get_by_label("step")
+        .locator(".noUi-handle")
+        .or_(page.locator(".widget-hslider", has_text="step").locator(".noUi-handle"))
+    )
+    handle.first.focus()
+    handle.first.press("ArrowRight")
+    sync_api.expect(picture).to_have_attribute("aria-label", re.compile(f"Step {step + 1} of"))
+    _picture(page, "chapter-01")
+    assert page.elsewhere == []
+
+
+def test_slider_changes_the_picture_by_keyboard(page, course):
+    _chapter(page, course, "00_one_request")
     picture = page.locator(".widget-html svg[role=img]")
     picture.scroll_into_view_if_needed()
     assert "8 prompt tokens" in picture.get_attribute("aria-label")
