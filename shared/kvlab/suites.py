@@ -51,8 +51,7 @@ def run(suites: tuple[Suite, ...] = SUITES) -> tuple[int, list[dict[str, str]]]:
         "KVLAB_REQUIRE_ENGINES": "1",
         "PATH": f"{sys.prefix}/bin{os.pathsep}{os.environ.get('PATH', os.defpath)}",
     }
-    # A shell starts a background job with Ctrl-C ignored; some tests press it on what they start.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _heed_ctrl_c()
     rows = []
     worst = 0
     for suite in suites:
@@ -82,12 +81,19 @@ def run(suites: tuple[Suite, ...] = SUITES) -> tuple[int, list[dict[str, str]]]:
     return worst, rows
 
 
+def _heed_ctrl_c() -> None:
+    """A shell starts a background job with Ctrl-C ignored, which whatever the job starts inherits;
+    and some tests press it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def under(python: Path) -> int:
     """Run the packages' tests under another Python, in an environment of its own.
 
     Engine tests skip there: engines have been tested with the Python of .venv.
     Returns pytest's exit code. Raises SetupError.
     """
+    _heed_ctrl_c()
     inside = environments.build("notebook", python)
     # The tests of the set-up want the pip of a .venv; an environment of uv's has none.
     subprocess.run([inside, "-m", "ensurepip"], stdout=subprocess.DEVNULL, check=True)

@@ -66,6 +66,22 @@ def test_hits_are_not_computed_again(engine):
     assert llm.stats.token_forwards == 4
 
 
+def test_a_preempted_request_is_looked_up_once(engine):
+    """When it is admitted again it finds its own blocks: no hit of the prefix cache, as vLLM
+    counts (vllm #25780), nor what the client is told."""
+    prompts = [PROMPT[:16], PROMPT[20:36], PROMPT[40:56]]
+    poor = engine(num_blocks=14)
+    outputs = poor.generate(prompts, greedy(20))
+    assert poor.stats.preemptions > 0
+    again = [step.cached for step in poor.trace if step.cached][1:]
+    assert any(found > 0 for cached in again for found in cached.values())
+    assert [output.cached_tokens for output in outputs] == [0, 0, 0]
+    assert (poor.stats.prefix_cache_queries, poor.stats.prefix_cache_hits) == (48, 0)
+    assert poor.stats.peak_blocks == 12
+    poor.generate([1, 2], greedy(1))
+    assert poor.stats.peak_blocks == 12
+
+
 def test_preemption_costs_computation(engine):
     prompts = [PROMPT[:16], PROMPT[20:36], PROMPT[40:56]]
     rich, poor = engine(), engine(num_blocks=14, enable_prefix_caching=False)
