@@ -48,7 +48,12 @@ def test_pages(path):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: f"{p.parent.name}/{p.name}")
 def test_notebooks(path):
-    cells = [cell for cell in notebooks.read(path).cells if cell.cell_type == "markdown"]
+    cells = [
+        cell
+        for cell in notebooks.read(path).cells
+        # An exercise's own text sets its premises ("a step takes 50 ms").
+        if cell.cell_type == "markdown" and not re.match(r"## \d\d\.\d+ ", cell.source)
+    ]
     assert {cell.id: found for cell in cells if (found := without_origin(cell.source))} == {}
 
 

@@ -9,6 +9,9 @@ import numpy as np
 
 from kvlab.check import Exercise, Wrong, number
 
+READING = 45
+"""Minutes that the chapter takes to read and run."""
+
 # 00.1 -----------------------------------------------------------------------
 
 _PROMPT, _OUTPUT = 60, 25
@@ -212,10 +215,10 @@ _ERRATA: dict[str, tuple[int, int, set[str]]] = {
 
 # A wrong number that tells what its writer had in mind.
 _ERRATA_MISTAKES: dict[tuple[str, int], str] = {
-    ("A", 2 * 4096 * 32): "the bytes are right now; which heads keep K and V?",
+    ("A", 2 * 4096 * 32): "its bytes a number are right now; which heads keep K and V?",
     ("A", 2 * 4096 * 32 * 2): "8 bits are how many bytes? And which heads keep K and V?",
-    ("A", 2 * 32 * 8 * 128 * 2): "the heads are right now; 8 bits are how many bytes?",
-    ("A", 2 * 32 * 8 * 128 * 8): "the heads are right now; 8 bits are how many bytes?",
+    ("A", 2 * 32 * 8 * 128 * 2): "its heads are right now; 8 bits are how many bytes?",
+    ("A", 2 * 32 * 8 * 128 * 8): "its heads are right now; 8 bits are how many bytes?",
     ("B", 36 * 8 * 128 * 2): "K and V are both kept",
     ("B", 2 * 36 * 32 * 80 * 2): "query heads share K and V: count the KV heads",
     ("B", 2 * 36 * 32 * 128 * 2): "query heads share K and V: count the KV heads",
@@ -423,7 +426,7 @@ def _check_read(answer: Any) -> str:
             reason = its_reason
             break
     (weights, per_token, contexts, _), got = differing[0]
-    shown = f"{contexts[:1]} * {len(contexts)}" if len(contexts) > 4 else f"{contexts}"
+    shown = f"{len(contexts)} of {contexts[0]:,}" if len(contexts) > 4 else f"{contexts}"
     raise Wrong(
         f"weights {weights:,}, KV {per_token:,} a token, contexts {shown}: {got:,.0f} is not "
         f"right. {reason[0].upper()}{reason[1:]}"
@@ -581,7 +584,7 @@ _COUNTER_MISTAKES: tuple[tuple[Callable[[Reading, Reading], int], str], ...] = (
 
 def _check_counters(answer: Any) -> str:
     if not callable(answer):
-        raise Wrong("write the function token_forwards and pass the function itself")
+        raise Wrong("write the function token_forwards_between and pass the function itself")
     pairs = [(_READINGS[i], _READINGS[j]) for i, j, _ in _COUNTER_CASES]
     results = [number(answer(dict(b), dict(a)), "the result") for b, a in pairs]
     differing = [
@@ -625,10 +628,10 @@ _FOUND_CASES: tuple[tuple[str, Tokens, Tokens, Tokens, int, int], ...] = (
     ("the same prompt again", _P[:96], _A[:33], _P[:96], 32, 64),
     ("the same prompt again", _P[:97], _A[:33], _P[:97], 32, 96),
     ("prompt and answer, and nothing new", _P[:100], _A[:29], _P[:100] + _A[:29], 32, 128),
-    ("one token of the prompt was edited", _P[:100], _A[:60], _edited(_P[:100], 70) + _A, 32, 64),
-    ("one token of the prompt was edited", _P[:100], _A[:60], _edited(_P[:100], 64) + _A, 32, 64),
+    ("token 70 was edited", _P[:100], _A[:60], _edited(_P[:100] + _A[:60], 70), 32, 64),
+    ("token 64 was edited", _P[:100], _A[:60], _edited(_P[:100] + _A[:60], 64), 32, 64),
     ("a token was put in front", _P[:100], _A[:60], [7, *_P[:100], *_A[:60]], 32, 0),
-    ("the first token was edited", _P[:100], _A[:60], _edited(_P[:100], 0) + _A[:60], 32, 0),
+    ("token 0 was edited", _P[:100], _A[:60], _edited(_P[:100] + _A[:60], 0), 32, 0),
     ("the answer was replaced", _P[:100], _A[:60], _P[:100] + _NEW, 32, 96),
     ("the beginning of the prompt", _P[:100], _A[:60], _P[:40], 32, 32),
     ("the answer had one token", _P[:64], _A[:1], _P[:64] + _A[:1] + _NEW, 16, 64),
@@ -953,6 +956,7 @@ EXERCISES = (
         difficulty=2,
         kind="measure",
         roles=("backend", "platform/SRE", "solutions"),
+        after=("00.1",),
         check=_check_counters,
         hints=(
             "Take readings 0 and 1, one request of 100 + 29 tokens, and count by hand as in 00.1. "
@@ -978,6 +982,7 @@ EXERCISES = (
         difficulty=3,
         kind="build",
         roles=("backend", "cache and storage", "solutions"),
+        after=("00.6",),
         check=_check_found,
         hints=(
             "Make the list of tokens that have KV, in order. Then walk along it and the next "
