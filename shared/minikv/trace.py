@@ -69,7 +69,7 @@ class Step:
     index: counts all steps from 0.
     prefill, decode: tokens given to each request, in the order of the batch; a request is in one.
     cached: for each request admitted in this step, the tokens found in the prefix cache.
-    preempted, waiting: requests that lost their blocks; the queue after scheduling.
+    preempted, waiting: requests that lost their blocks, by id; the queue after scheduling.
     blocks: the block table of each scheduled request.
     free_blocks: free after scheduling.
     """
@@ -96,7 +96,7 @@ def as_step(index: int, out: SchedulerOutput, scheduler: Scheduler) -> Step:
         prefill={s.request.request_id: s.num_tokens for s in out.scheduled if not s.is_decode},
         decode={s.request.request_id: s.num_tokens for s in out.scheduled if s.is_decode},
         cached=out.admitted,
-        preempted=tuple(r.request_id for r in out.preempted),
+        preempted=tuple(sorted(r.request_id for r in out.preempted)),
         waiting=tuple(r.request_id for r in scheduler.waiting),
         blocks={s.request.request_id: tuple(s.block_ids) for s in out.scheduled},
         free_blocks=scheduler.kv.pool.num_free,

@@ -57,13 +57,7 @@ def test_the_same_steps():
         for mine, its in zip(ours, expected, strict=not told_exception):
             if told_exception and (mine.preempted or its.preempted):
                 break  # blocks of a victim of the same step: see Scheduler._preempt
-            its_own = its.preempted  # a set in vLLM
-            assert sorted(mine.preempted) == sorted(its_own), (seed, settings, arrivals)
-            assert mine == its.__class__(**_fields(its) | {"preempted": mine.preempted}), (
-                seed,
-                settings,
-                arrivals,
-            )
+            assert mine == its, (seed, settings, arrivals)
             steps += 1
             preemptions += len(mine.preempted)
             hits += sum(mine.cached.values())
@@ -74,10 +68,6 @@ def test_the_same_steps():
     assert preemptions > 300
     assert hits > 1000
     assert chunks > 500
-
-
-def _fields(step):
-    return {name: getattr(step, name) for name in step.__slots__}
 
 
 def test_what_vllm_refuses_is_told():
