@@ -156,9 +156,8 @@ def dry_run(
         policy=policy,
     )
     coming = []
-    for number, (arrival, prompt) in enumerate(
-        zip(arrivals, made_up_prompts(arrivals), strict=True)
-    ):
+    order = sorted(zip(arrivals, made_up_prompts(arrivals), strict=True), key=lambda a: a[0].step)
+    for number, (arrival, prompt) in enumerate(order):
         if not prompt or len(prompt) + arrival.output > usable:
             raise ValueError(
                 f"request {arrival.id!r} has {len(prompt)} + {arrival.output} tokens; a prompt has "
@@ -172,13 +171,13 @@ def dry_run(
             priority=arrival.priority,
             arrival=number,
         )
-        coming.append((arrival.step, number, request))
-    coming.sort(key=lambda item: item[:2], reverse=True)
+        coming.append((arrival.step, request))
+    coming.reverse()
 
     steps: list[Step] = []
     for index in range(max_steps):
         while coming and coming[-1][0] <= index:
-            scheduler.add(coming.pop()[2])
+            scheduler.add(coming.pop()[1])
         if not scheduler.has_unfinished:
             if not coming:
                 return steps

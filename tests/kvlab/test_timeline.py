@@ -40,7 +40,7 @@ def test_a_preempted_request_is_crossed_and_told():
 def test_words_say_what_the_step_does():
     steps = dry_run(TWO, **SETTINGS)
     said = alternative(steps, 128, 1)
-    assert said.startswith("Step 2 of 10, budget 128 tokens. Prompt tokens: long 64. Decode: short")
+    assert said.startswith("Step 2 of 10, budget 128 tokens. Prefill: long 64. Decode: short")
     assert "Used: 65." in said
     svg = ElementTree.fromstring(timeline_svg(steps, 128, 1))
     assert svg.get("aria-label") == said

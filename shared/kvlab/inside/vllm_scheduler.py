@@ -81,7 +81,7 @@ def run(model: str, arrivals: list[dict[str, Any]], settings: dict[str, Any]) ->
     hasher = None
     if settings["enable_prefix_caching"]:
         hasher = get_request_block_hasher(settings["block_size"], sha256_cbor)
-    coming = sorted(enumerate(arrivals), key=lambda item: (item[1]["step"], item[0]), reverse=True)
+    coming = list(enumerate(sorted(arrivals, key=lambda arrival: arrival["step"])))[::-1]
     requests: dict[str, Any] = {}
     steps: list[Any] = []
     for index in range(settings["max_steps"]):

@@ -23,10 +23,9 @@ WINDOW = 24
 def timeline_svg(steps: Sequence[Step], budget: int, now: int | None = None) -> str:
     """A row for each request, a column for each step, and above them the token budget.
 
-    A solid field with a number is a part of a prompt with so many tokens, a framed one a decode
-    (one token), a thin line a request that waits, a cross one that was preempted. The column
-    of step `now` (a place in `steps`, by default the last) is framed; `WINDOW` columns
-    around it are shown.
+    A solid field with a number is prefill of so many tokens, a framed one a decode (one token),
+    a dashed line a request that waits, a cross one that was preempted. The column of step `now`
+    (a place in `steps`, by default the last) is framed; `WINDOW` columns around it are shown.
     """
     now = len(steps) - 1 if now is None else now
     first = min(max(0, now - WINDOW // 2), max(0, len(steps) - WINDOW))
@@ -77,7 +76,7 @@ def alternative(steps: Sequence[Step], budget: int, now: int | None = None) -> s
         return "No requests, so no steps."
     step = steps[len(steps) - 1 if now is None else now]
     said = [f"Step {step.index + 1} of {steps[-1].index + 1}, budget {budget} tokens."]
-    for words, given in (("Prompt tokens", step.prefill), ("Decode", step.decode)):
+    for words, given in (("Prefill", step.prefill), ("Decode", step.decode)):
         if given:
             parts = ", ".join(f"{name} {count}" for name, count in given.items())
             said.append(f"{words}: {parts}.")
@@ -137,13 +136,13 @@ def _legend(x: float, y: float) -> str:
     return "".join(
         [
             _rect(x, y - 10, 16, 12, svg.COMPUTED),
-            svg.text(x + 22, y, "prompt tokens", size=11),
-            _rect(x + 120, y - 10, 16, 12, "#ffffff"),
-            svg.text(x + 142, y, "decode, one token", size=11),
-            _line(x + 262, y - 4, x + 284, y - 4, svg.INK, dashed=True),
-            svg.text(x + 290, y, "waiting", size=11),
-            _cross(x + 356, y - 4),
-            svg.text(x + 370, y, "preempted", size=11),
+            svg.text(x + 22, y, "prefill: so many tokens, of the prompt or recomputed", size=11),
+            _rect(x + 316, y - 10, 16, 12, "#ffffff"),
+            svg.text(x + 338, y, "decode: one token", size=11),
+            _line(x + 452, y - 4, x + 474, y - 4, svg.INK, dashed=True),
+            svg.text(x + 480, y, "waiting", size=11),
+            _cross(x + 546, y - 4),
+            svg.text(x + 560, y, "preempted", size=11),
         ]
     )
 
