@@ -398,7 +398,17 @@ _READ_MISTAKES: tuple[tuple[_Read, str], ...] = (
     ),
     (
         lambda w, t, c: (w + len(c) * t) / len(c),
-        "a new token looks back at all tokens of its request, not only at itself",
+        "the token that goes in looks back at all tokens of its request, not only at itself",
+    ),
+    (
+        lambda w, t, c: (w + sum(x - 1 for x in c) * t) / len(c),
+        "the token that goes in has KV as well, and it is looked at too: `contexts` counts it, so "
+        "nothing has to be taken off",
+    ),
+    (
+        lambda w, t, c: (w + sum(x + 1 for x in c) * t) / len(c),
+        "`contexts` counts the token that goes in already, and the one that comes out has no KV "
+        "yet: nothing has to be added",
     ),
 )
 
@@ -506,8 +516,9 @@ def _reading(prompt: int, hits: int, generated: int, requests: int, iteration: i
     }
 
 
-# As vLLM 0.32.0 gave them: block size 32, SmolLM2-135M, nothing preempted. Between two readings:
-# 100 in, 29 out; the same prompt, 1 out; a follow-up of 169, 10 out; four at once, 64 in, 12 out.
+# As vLLM 0.32.0 gave them: block size 32, SmolLM2-135M, --no-async-scheduling, nothing preempted,
+# all ended by length. Between two readings: 100 in, 29 out; the same prompt, 1 out; a follow-up of
+# 169, 10 out; four at once, 64 in, 12 out.
 _READINGS = (
     _reading(0, 0, 0, 0, 0),
     _reading(100, 0, 29, 1, 129),
@@ -593,7 +604,8 @@ def _check_counters(answer: Any) -> str:
     if not differing:
         return (
             "Computed prompt tokens, and of each request all generated tokens but the last. No "
-            "counter of vLLM 0.32.0 says this number; four of them together do."
+            "single one of these counters says this number; two are enough: "
+            "iteration_tokens_total_sum, less request_success_total."
         )
     reason = "which prompt tokens, and which generated tokens, are an input of the model?"
     for formula, its_reason in _COUNTER_MISTAKES:
@@ -634,6 +646,15 @@ _FOUND_CASES: tuple[tuple[str, Tokens, Tokens, Tokens, int, int], ...] = (
     ("token 0 was edited", _P[:100], _A[:60], _edited(_P[:100] + _A[:60], 0), 32, 0),
     ("the answer was replaced", _P[:100], _A[:60], _P[:100] + _NEW, 32, 96),
     ("the beginning of the prompt", _P[:100], _A[:60], _P[:40], 32, 32),
+    ("full blocks of the prompt, and nothing new", _P[:96], _A[:33], _P[:64], 32, 32),
+    (
+        "the beginning of the answer, up to a full block",
+        _P[:100],
+        _A[:60],
+        _P[:100] + _A[:28],
+        32,
+        96,
+    ),
     ("the answer had one token", _P[:64], _A[:1], _P[:64] + _A[:1] + _NEW, 16, 64),
     ("the chat goes on", _P[:10], _A[:3], _P[:10] + _A[:3] + _NEW, 4, 12),
     ("the chat goes on", _P[:10], _A[:2], _P[:10] + _A[:2] + _NEW, 4, 8),
@@ -673,6 +694,18 @@ _FOUND_MISTAKES: tuple[tuple[_Found, str], ...] = (
         lambda p, a, n, b: _same((p + a)[:-1], n) // b * b,
         "the next request needs scores for what follows its last token. Can all of its tokens "
         "come from the cache?",
+    ),
+    (
+        lambda p, a, n, b: (_same((p + a)[:-1], n) - (n == p)) // b * b,
+        "not only where the same prompt comes again: the last token of every next prompt goes "
+        "through the model",
+    ),
+    (
+        lambda p, a, n, b: (
+            min(_same((p + a)[:-1], n), len(n) - 1 if len(n) <= len(p) else len(n)) // b * b
+        ),
+        "a next prompt can end inside the answer too, and its last token goes through the model "
+        "wherever it ends",
     ),
     (
         lambda p, a, n, b: min(_same(p + a, n), len(n) - 1) // b * b,
@@ -804,7 +837,9 @@ EXERCISES = (
             "For each layer and each KV head, one token leaves a key vector and a value vector of "
             "head_dim numbers.",
             "config.get('head_dim') is None where a config does not state it.",
-            "The product of five: 2, layers, KV heads, head_dim, bytes per value.",
+            "First one layer and one KV head: how many numbers does a token leave there? Then: how "
+            "many such places has the model, and how many bytes has a number? For SmolLM2-135M in "
+            "bf16 23,040 must come out.",
         ),
         wrong=(
             (_without_grouped_queries, "hidden_size does not count them"),
@@ -845,7 +880,7 @@ EXERCISES = (
             "A has two mistakes, the others have one each. A byte has 8 bits. B: look at the "
             "config once more. D: how many heads does its product count?",
             "C keeps neither K nor V. For each token a layer keeps one latent of 512 numbers and "
-            "one rotary key of 64, and the heads share both.",
+            "one key of 64 that says where the token stands; the heads share both.",
         ),
         wrong=(
             (_errata(A=(2_097_152, {"kv-heads", "bits"})), "A: that is the published figure"),
@@ -973,7 +1008,13 @@ EXERCISES = (
             (lambda b, a: _delta(b, a, "prompt_tokens"), "KeyError: 'prompt_tokens'"),
             (128, "pass the function itself"),
         ),
-        right=(lambda before, after: np.int64(_token_forwards(before, after)),),
+        right=(
+            lambda before, after: np.int64(_token_forwards(before, after)),
+            lambda before, after: (
+                _delta(before, after, "iteration_tokens_total_sum")
+                - _delta(before, after, "request_success_total")
+            ),
+        ),
     ),
     Exercise(
         id="00.8",
