@@ -223,6 +223,10 @@ def _flawed(
     company = len(running) + len(waiting) > 1
     if flaw == "only the running are company":
         company = len(running) > 1
+    if flaw == "one that runs is alone":
+        company = len(running) != 1
+    if flaw == "the seated are company":
+        company = len(running) + min(len(waiting), max(0, max_num_seqs - len(running))) > 1
     cap = threshold if (company or flaw == "capped when alone") and flaw != "no cap" else 0
     room = max(0, max_num_seqs - len(running))
     if flaw == "seats for the waiting":
@@ -234,13 +238,27 @@ def _flawed(
     entering = dict(list(waiting.items())[:room])
     given = {}
     order = entering | running if flaw == "waiting first" else running | entering
+    if flaw == "shortest running first":
+        order = dict(sorted(running.items(), key=lambda item: item[1])) | entering
+    if flaw in ("shortest first", "longest first"):
+        down = flaw == "longest first"
+        order = dict(sorted(order.items(), key=lambda item: item[1], reverse=down))
     for name, missing in order.items():
         tokens = min(missing, cap or missing)
-        if flaw == "newcomers uncapped" and name in entering:
+        uncapped = {"newcomers uncapped": entering, "running uncapped": running}.get(flaw, {})
+        if name in uncapped:
             tokens = missing
         if flaw == "zero is a cap" and not threshold:
             tokens = 0
+        if flaw == "zero is a cap in company" and company and not threshold:
+            tokens = 0
         if flaw == "not cut" and name in entering and tokens > budget:
+            break
+        if flaw == "skipped" and name in entering and tokens > budget:
+            continue
+        if flaw == "nobody is cut" and tokens > budget:
+            continue
+        if flaw == "put off whole" and name in entering and missing > budget:
             break
         tokens = min(tokens, budget)
         given[name] = tokens
@@ -256,15 +274,27 @@ _STEP_MISTAKES: tuple[tuple[OneStep, str], ...] = tuple(
         ("no cap", "where is the threshold? It caps what one request gets in a step"),
         ("capped when alone", "a request that is alone, nobody running or waiting, has no cap"),
         ("zero is a cap", "a threshold of 0 means that there is none"),
+        ("zero is a cap in company", "a threshold of 0 means that there is none"),
+        ("running uncapped", "the threshold holds for a running request, too"),
         ("newcomers uncapped", "the threshold holds for a request that enters in this step, too"),
         ("not cut", "a waiting prompt that does not fit what is left is cut, not put off"),
+        ("skipped", "a waiting prompt that does not fit what is left is cut, not put off"),
+        ("nobody is cut", "who does not fit what is left of the budget is cut, not put off"),
+        ("put off whole", "a waiting prompt that does not fit what is left is cut, not put off"),
+        ("shortest running first", "the order is that of the dicts, not of what somebody lacks"),
+        ("shortest first", "the order is that of the dicts, not of what somebody lacks"),
+        ("longest first", "the order is that of the dicts, not of what somebody lacks"),
         ("no seats", "at most max_num_seqs requests may run, those that enter included"),
-        ("seats for the waiting", "max_num_seqs counts those that run already, too"),
+        ("seats for the waiting", "those that run already count for max_num_seqs, too"),
         ("a budget each", "the budget is one for the whole step, not one for each request"),
         ("nobody joins", "waiting requests may enter while others run: that is the point of it"),
-        (
-            "only the running are company",
-            "a request that waits is company as well: the cap holds for its sake",
+        *(
+            (flaw, "a request that waits is company as well: the cap holds for its sake")
+            for flaw in (
+                "only the running are company",
+                "one that runs is alone",
+                "the seated are company",
+            )
         ),
     )
 )
@@ -297,11 +327,33 @@ def _states(
                     running.remove(name)
 
 
+# Runs in which running requests lack more than the budget, so that their order shows: prompt and
+# output of each, budget, threshold.
+_CROWDED: tuple[tuple[tuple[tuple[int, int], ...], int, int], ...] = (
+    (((500, 2), (500, 2), (40, 2)), 64, 25),
+    (((300, 3), (90, 3), (200, 3), (30, 3)), 100, 30),
+    (((60, 3), (200, 2), (50, 3), (25, 4)), 64, 20),
+)
+_RANDOM_RUNS = 40
+
+
 def _step_cases() -> list[tuple[Missing, Missing, int, int, int, dict[str, int]]]:
     """States that minikv's scheduler came through, and what it did: always the same ones."""
     rng = random.Random(1)
     cases = []
-    for _ in range(40):
+    for requests, budget, threshold in _CROWDED:
+        arrivals = [
+            Arrival(id=name, prompt=prompt, output=output)
+            for name, (prompt, output) in zip("abcd", requests, strict=False)
+        ]
+        steps = dry_run(
+            arrivals, max_num_batched_tokens=budget, long_prefill_token_threshold=threshold
+        )
+        cases += [
+            (running, waiting, budget, threshold, 128, got)
+            for running, waiting, got in _states(arrivals, steps)
+        ]
+    for _ in range(_RANDOM_RUNS):
         budget = rng.choice((16, 64, 100, 256))
         seats = rng.choice((1, 2, 3, 8))
         threshold = rng.choice((0, 0, budget // 4, budget // 2))
@@ -338,11 +390,17 @@ def _check_one_step(answer: Any) -> str:
     wrong = [(case, got) for case, got in zip(cases, results, strict=True) if got != case[-1]]
     if not wrong:
         return (
-            f"Equal to minikv's scheduler in {len(cases)} steps of 40 random runs, and so to "
-            "vLLM's: while memory lasts, this is the whole of it."
+            f"Equal to minikv's scheduler in {len(cases)} steps of {_RANDOM_RUNS} random runs and "
+            f"{len(_CROWDED)} crowded ones, and so to vLLM's: while memory lasts, this is the "
+            "whole of it."
         )
-    (running, waiting, budget, threshold, seats, _), got = wrong[0]
+    (running, waiting, budget, threshold, seats, wanted), got = wrong[0]
+    first = next(
+        (name for name in running | waiting if got.get(name, 0) != wanted.get(name, 0)), None
+    )
     reason = "In which order are they served, and what limits each of them?"
+    if first is not None:
+        reason += f" Look first at {first!r}."
     for formula, its_reason in _STEP_MISTAKES:
         formula_gives = [
             _shares(formula(dict(r), dict(w), *settings), "") for r, w, *settings, _ in cases
@@ -362,42 +420,6 @@ def _check_one_step(answer: Any) -> str:
 # 01.5 -----------------------------------------------------------------------
 
 _STEP_MS, _SECONDS, _PROMPT_BUDGET = 50, 10, 64
-# what comes, prompt tokens, how many at once, every so many milliseconds (None: nothing)
-_TRAFFIC: tuple[tuple[str, int, int, int | None], ...] = (
-    ("nothing comes", 0, 0, None),
-    ("a 64-token prompt every 100 ms", 64, 1, 100),
-    ("a 64-token prompt every 40 ms", 64, 1, 40),
-    ("a 100-token prompt every 200 ms", 100, 1, 200),
-    ("two 20-token prompts every 100 ms", 20, 2, 100),
-)
-
-
-def _ten_seconds(choose: Any, traffic: tuple[str, int, int, int | None]) -> tuple[int, int]:
-    """Tokens that one decoding request, and all prompts, get in 10 seconds of 50 ms steps."""
-    _, prompt, at_once, every = traffic
-    prompts: dict[str, int] = {}
-    decoded = prefilled = arrived = 0
-    for step in range(_SECONDS * 1000 // _STEP_MS):
-        while every is not None and arrived * every <= step * _STEP_MS:
-            for k in range(at_once):
-                prompts[f"p{arrived * at_once + k}"] = prompt
-            arrived += 1
-        given = _shares(choose(["d"], dict(prompts), _PROMPT_BUDGET), "the result")
-        for name, tokens in given.items():
-            if name not in prompts and name != "d":
-                raise Wrong(f"there is no request {name!r} in that step")
-            if tokens > prompts.get(name, 1) or tokens < 0:
-                raise Wrong(f"{name!r} lacks {prompts.get(name, 1)} tokens and got {tokens}")
-        if sum(given.values()) > _PROMPT_BUDGET:
-            raise Wrong(f"a step got {sum(given.values())} tokens; its budget is {_PROMPT_BUDGET}")
-        decoded += int(given.pop("d", 0))
-        for name, tokens in given.items():
-            prefilled += int(tokens)
-            prompts[name] -= int(tokens)
-            if not prompts[name]:
-                del prompts[name]
-    return decoded, prefilled
-
 
 Choose = Callable[[list[str], dict[str, int], int], dict[str, int]]
 
@@ -438,6 +460,44 @@ def _whole_prompts(decoding: list[str], prompts: dict[str, int], budget: int) ->
     return given or dict.fromkeys(decoding, 1)
 
 
+def _whole_prompts_or_nothing(
+    decoding: list[str], prompts: dict[str, int], budget: int
+) -> dict[str, int]:
+    return _whole_prompts([] if prompts else decoding, prompts, budget)
+
+
+def _prompts_that_fit(decoding: list[str], prompts: dict[str, int], budget: int) -> dict[str, int]:
+    given = {}
+    for name, missing in prompts.items():
+        if missing <= budget:
+            given[name] = missing
+            budget -= missing
+    return given or dict.fromkeys(decoding, 1)
+
+
+def _prompts_that_fit_or_nothing(
+    decoding: list[str], prompts: dict[str, int], budget: int
+) -> dict[str, int]:
+    return _prompts_that_fit([] if prompts else decoding, prompts, budget)
+
+
+def _last_first(decoding: list[str], prompts: dict[str, int], budget: int) -> dict[str, int]:
+    return _prefill_first(decoding, dict(reversed(prompts.items())), budget)
+
+
+def _largest_first(decoding: list[str], prompts: dict[str, int], budget: int) -> dict[str, int]:
+    order = dict(sorted(prompts.items(), key=lambda item: item[1], reverse=True))
+    return _prefill_first(decoding, order, budget)
+
+
+def _smallest_first(decoding: list[str], prompts: dict[str, int], budget: int) -> dict[str, int]:
+    return _prefill_first(decoding, dict(sorted(prompts.items(), key=lambda item: item[1])), budget)
+
+
+def _one_decode(decoding: list[str], prompts: dict[str, int], budget: int) -> dict[str, int]:
+    return _prefill_first(decoding[:1], prompts, budget)
+
+
 def _never_decodes(decoding: list[str], prompts: dict[str, int], budget: int) -> dict[str, int]:
     return _prefill_first([], prompts, budget)
 
@@ -450,33 +510,96 @@ _CHOOSE_MISTAKES: tuple[tuple[Choose, str], ...] = (
     ),
     (_decode_first, "that is decode first: the prompts never get a step"),
     (_one_prompt, "all prompts that fit the budget share a step, not the first alone"),
-    (_whole_prompts, "a prompt larger than the budget is cut, or it would wait for ever"),
+    *(
+        (rule, "a prompt that does not fit what is left is cut; a larger one would wait for ever")
+        for rule in (
+            _whole_prompts,
+            _whole_prompts_or_nothing,
+            _prompts_that_fit,
+            _prompts_that_fit_or_nothing,
+        )
+    ),
+    *(
+        (rule, "prompts share the budget in the order in which they came")
+        for rule in (_last_first, _largest_first, _smallest_first)
+    ),
+    (_one_decode, "each decoding request gets its token, not the first alone"),
     (_never_decodes, "when no prompt is there, the step belongs to the decodes"),
 )
+
+
+# decoding, prompts, budget; random ones follow in `_choices`
+_CHOICES: tuple[tuple[list[str], dict[str, int], int], ...] = (
+    (["d"], {"p": 40}, 64),
+    (["d", "e"], {}, 64),
+    (["d", "e"], {"p": 30, "q": 20}, 64),
+    (["d", "e"], {"p": 40, "q": 50}, 64),
+    (["d", "e"], {"p": 100, "q": 10}, 64),
+    ([], {"p": 20, "q": 90, "r": 5}, 64),
+)
+
+
+def _choices() -> list[tuple[list[str], dict[str, int], int]]:
+    rng = random.Random(5)
+    cases = list(_CHOICES)
+    for _ in range(60):
+        decoding = sorted(rng.sample("cdefg", rng.randint(1, 4)))
+        names = sorted(rng.sample("pqrst", rng.choice((0, 0, 1, 2, 2, 3, 4))))
+        cases.append((decoding, {n: rng.randint(1, 100) for n in names}, rng.choice((32, 64, 128))))
+    return cases
+
+
+def _ten_seconds(choose: Choose, every_ms: int | None) -> int:
+    """Tokens that a decoding request gets beside prompts as long as the budget."""
+    prompts: dict[str, int] = {}
+    decoded = arrived = 0
+    for step in range(_SECONDS * 1000 // _STEP_MS):
+        while every_ms is not None and arrived * every_ms <= step * _STEP_MS:
+            prompts[f"p{arrived}"] = _PROMPT_BUDGET
+            arrived += 1
+        given = choose(["d"], prompts, _PROMPT_BUDGET)
+        decoded += given.get("d", 0)
+        left = {name: missing - given.get(name, 0) for name, missing in prompts.items()}
+        prompts = {name: missing for name, missing in left.items() if missing}
+    return decoded
 
 
 def _check_prefill_first(answer: Any) -> str:
     if not callable(answer):
         raise Wrong("write the function prefill_first and pass the function itself")
-    got = [_ten_seconds(answer, traffic) for traffic in _TRAFFIC]
-    right = [_ten_seconds(_prefill_first, traffic) for traffic in _TRAFFIC]
-    if got == right:
-        mixed, _ = _ten_seconds(_mixed, _TRAFFIC[2])
+    cases = _choices()
+    results = []
+    for decoding, prompts, budget in cases:
+        got = _shares(answer(list(decoding), dict(prompts), budget), "the result")
+        results.append(got)
+        lacks = dict.fromkeys(decoding, 1) | prompts
+        case = f"decoding {decoding}, prompts {prompts}, budget {budget}"
+        for name, tokens in got.items():
+            if name not in lacks:
+                raise Wrong(f"{case}: there is no request {name!r} in that step")
+            if not 0 < tokens <= lacks[name]:
+                raise Wrong(f"{case}: {name!r} lacks {lacks[name]} tokens and got {tokens}")
+        if sum(got.values()) > budget:
+            raise Wrong(f"{case}: the step got {sum(got.values())} tokens; its budget is {budget}")
+    right = [_prefill_first(*case) for case in cases]
+    if results == right:
+        idle, some, many = (_ten_seconds(_prefill_first, every) for every in (None, 100, 40))
+        mixed = _ten_seconds(_mixed, 40)
         return (
-            f"In 10 seconds the decoding request gets {right[0][0]} tokens while nothing comes, "
-            f"{right[1][0]} with a prompt every 100 ms, and {right[2][0]} with one every 40 ms: as "
-            f"long as a prompt waits it stands still. Mixed batches give it {mixed} in all three."
+            f"In 10 seconds the decoding request gets {idle} tokens while nothing comes, {some} "
+            f"with a prompt every 100 ms, and {many} with one every 40 ms: as long as a prompt "
+            f"waits it stands still. Mixed batches give it {mixed} in all three."
         )
-    name = next(t[0] for t, g, r in zip(_TRAFFIC, got, right, strict=True) if g != r)
-    decoded, prefilled = next(g for g, r in zip(got, right, strict=True) if g != r)
     reason = "while any prompt has tokens left, what does the step consist of? And otherwise?"
     for formula, its_reason in _CHOOSE_MISTAKES:
-        if got == [_ten_seconds(formula, traffic) for traffic in _TRAFFIC]:
+        if results == [_shares(formula(*case), "") for case in cases]:
             reason = its_reason
             break
+    (decoding, prompts, budget), got = next(
+        (case, got) for case, got, r in zip(cases, results, right, strict=True) if got != r
+    )
     raise Wrong(
-        f"{name}: in 10 seconds the decoding request gets {decoded} tokens and the prompts "
-        f"{prefilled}, which is not right. "
+        f"decoding {decoding}, prompts {prompts}, budget {budget}: {got} is not right. "
         f"{reason[0].upper()}{reason[1:]}"
     )
 
@@ -682,16 +805,28 @@ def _check_records(answer: Any) -> str:
     for name, story in _RECORDS.items():
         if answer[name] == story:
             continue
-        raise Wrong(f"{name}: {_AGAINST[answer[name]]}")
-    said = answer[_RECOMPUTED]
-    if not isinstance(said, str) or said.strip().lower() not in ("none", "none of them"):
+        against = _AGAINST_HERE.get((name, answer[name])) or _AGAINST[answer[name]]
+        raise Wrong(f"{name}: {against}")
+    said = str(answer[_RECOMPUTED]).strip().lower()
+    if "preemptions" in said:
+        raise Wrong(
+            f"{_RECOMPUTED}: it is not 0 in C, so it tells that somebody was thrown out, and how "
+            "often. How many tokens were lost with it?"
+        )
+    if said in ("steps", "iteration_tokens_total_count") or "requests" in said:
+        raise Wrong(
+            f"{_RECOMPUTED}: {said!r} differs between C and B, but does it count tokens? Fewer "
+            "requests at a time, more steps: that alone would change it"
+        )
+    if said not in ("none", "none of them"):
         raise Wrong(
             f"{_RECOMPUTED}: compare {said!r} in C with the same counter in B, where nothing was "
             'computed twice. (The answer is the name of a counter, or "none".)'
         )
     return (
         "C did the work of 8 prompts and some more, and its token counters say what B's say: they "
-        "count what requests brought and got. Of the lost work only num_preemptions tells."
+        "count what requests brought and got. The 2 preemptions say that work was lost, and no "
+        "counter says how much."
     )
 
 
@@ -699,7 +834,9 @@ _AGAINST = {
     "nothing special": (
         "something held requests back: look at the highest number waiting, or the steps"
     ),
-    "KV pool too small": "then a running request would have been thrown out, and counted",
+    "KV pool too small": (
+        "24 blocks of 32 hold the prompts of how many requests? Compare the highest number running"
+    ),
     "few seats (max_num_seqs)": (
         "seats limit how many *run* at the same time: compare the highest number running"
     ),
@@ -708,6 +845,16 @@ _AGAINST = {
         "needed by the output alone, but nobody is thrown out and no seat stays empty"
     ),
     "shared prefix": "then prompt tokens would have been found in the prefix cache",
+}
+_THROWN_OUT = "two preemptions: what throws a running request out? Seats and budgets do not"
+_AGAINST_HERE = {
+    ("C", "few seats (max_num_seqs)"): _THROWN_OUT,
+    ("C", "small token budget"): _THROWN_OUT,
+    ("C", "nothing special"): _THROWN_OUT,
+    ("A", "small token budget"): (
+        "a small budget cuts prompts, but who decodes needs one token: in the end more than two "
+        "would run together"
+    ),
 }
 
 
@@ -827,9 +974,9 @@ def _check_may_admit(answer: Any) -> str:
                 else f"{name}: nobody is thrown out, but somebody waits who would have fitted"
             )
     return (
-        "No prompt is thrown out half computed, and none waits in vain. vLLM 0.32.0 asks only "
-        "whether the prompt fits what is free now; output it cannot promise either: nobody knows "
-        "how long it gets."
+        "No prompt is thrown out because of another prompt, and none waits in vain. vLLM 0.32.0 "
+        "asks only whether the prompt fits what is free now. Blocks that growing answers take are "
+        "promised by neither: they can still throw a prompt out."
     )
 
 
@@ -998,7 +1145,7 @@ EXERCISES = (
     Exercise(
         id="01.5",
         title="Break it: prefill first",
-        minutes=15,
+        minutes=12,
         difficulty=2,
         kind="break",
         roles=("backend", "platform/SRE", "solutions"),
@@ -1012,6 +1159,10 @@ EXERCISES = (
         wrong=(
             *((formula, reason[:20]) for formula, reason in _CHOOSE_MISTAKES),
             (lambda decoding, prompts, budget: prompts or {"d": 1}, "its budget is 64"),
+            (
+                lambda decoding, prompts, budget: _prefill_first(["d"], prompts, budget),
+                "no request 'd'",
+            ),
             (lambda decoding, prompts, budget: {"z": 1}, "no request 'z'"),
             (lambda decoding, prompts, budget: {"d": 5}, "lacks 1 tokens and got 5"),
             (0, "pass the function itself"),
@@ -1064,7 +1215,8 @@ EXERCISES = (
         hints=(
             "A takes 256 tokens in each of the steps 1 to 4. What does it lack in step 5?",
             "B gets 80 tokens in step 5 and, beside A's decode, 255 in each step after it.",
-            "Blocks: 80 + 255 = 335 tokens are 21, 80 + 255 + 255 = 590 are 37. A has 76.",
+            "Write down, for each step from 5 on, the blocks of A (its first generated token wants "
+            "one more than its prompt) and those of B with its next part. When are they over 100?",
         ),
         wrong=(
             (dict(zip(_CASE_4_KEYS, (76, 5, 7, 0), strict=True)), "1,200 tokens in blocks"),
@@ -1104,7 +1256,7 @@ EXERCISES = (
     Exercise(
         id="01.9",
         title="Find the budget",
-        minutes=10,
+        minutes=8,
         difficulty=2,
         kind="measure",
         roles=_OPERATORS,
@@ -1113,7 +1265,8 @@ EXERCISES = (
             "50 ms allow how many tokens in a step? That is the upper end.",
             "Each step gives the long prompt the budget less the 8 decodes. Fewer and fuller "
             "steps bring its first token earlier.",
-            "Try 200, 250 and 300 with the function of the cell above.",
+            "With 150 there are 142 a step for the long prompt: 22 steps of 35 ms, too late. Go up "
+            "from there with the function of the cell above.",
         ),
         wrong=(
             (2048, "50 are allowed: a smaller budget"),
@@ -1138,16 +1291,26 @@ EXERCISES = (
         check=_check_records,
         hints=(
             "Which record has preemptions? Which one never ran more than two at a time?",
-            "60 steps are what 60 output tokens need if all eight run together. A request that "
-            "waits for a seat waits for others to *end*; one that waits for budget does not.",
+            "61 steps are what 60 output tokens need if all eight run together and one came a step "
+            "earlier. Who waits for a seat waits for others to *end*; who waits for budget does "
+            "not.",
             "Compare the prompt and generation tokens of all four records.",
         ),
         wrong=(
             (
                 _RECORDS | {"A": "KV pool too small", _RECOMPUTED: "none"},
-                "A: then a running request",
+                "A: 24 blocks of 32 hold",
+            ),
+            (
+                _RECORDS | {"D": "KV pool too small", _RECOMPUTED: "none"},
+                "D: 24 blocks of 32 hold",
             ),
             (_RECORDS | {"A": "small token budget", _RECOMPUTED: "none"}, "A: a small budget"),
+            (
+                _RECORDS | {"C": "few seats (max_num_seqs)", _RECOMPUTED: "none"},
+                "C: two preemptions",
+            ),
+            (_RECORDS | {"C": "small token budget", _RECOMPUTED: "none"}, "C: two preemptions"),
             (
                 _RECORDS | {"D": "few seats (max_num_seqs)", _RECOMPUTED: "none"},
                 "D: seats limit how many",
@@ -1155,16 +1318,19 @@ EXERCISES = (
             (_RECORDS | {"D": "nothing special", _RECOMPUTED: "none"}, "D: something held"),
             (_RECORDS | {"B": "shared prefix", _RECOMPUTED: "none"}, "B: then prompt tokens"),
             (_RECORDS | {_RECOMPUTED: "prompt tokens"}, "the same counter in B"),
-            (_RECORDS | {_RECOMPUTED: "steps"}, "the same counter in B"),
+            (_RECORDS | {_RECOMPUTED: "prefix_cache_hits_total"}, "the same counter in B"),
+            (_RECORDS | {_RECOMPUTED: "num_preemptions_total"}, "How many tokens were lost"),
+            (_RECORDS | {_RECOMPUTED: "steps"}, "does it count tokens"),
+            (_RECORDS | {_RECOMPUTED: 256}, "the same counter in B"),
             (_RECORDS | {"A": "rain", _RECOMPUTED: "none"}, "choose one of"),
             (_RECORDS, "keep the keys"),
         ),
-        right=(_RECORDS | {_RECOMPUTED: "None"},),
+        right=(_RECORDS | {_RECOMPUTED: "None"}, _RECORDS | {_RECOMPUTED: None}),
     ),
     Exercise(
         id="01.11",
         title="Admission that keeps its promises",
-        minutes=15,
+        minutes=10,
         difficulty=3,
         kind="build",
         roles=("backend", "cache and storage"),
@@ -1173,7 +1339,8 @@ EXERCISES = (
             "How many blocks does the whole prompt need? Round up.",
             "Free is not the same as available: promised blocks are free now, and those inside "
             "will take them.",
-            "blocks of the prompt + promised <= free_blocks.",
+            "A prompt of 1,200 tokens is inside and has computed 256: in a pool of 100 blocks of "
+            "16, 84 are free and 59 promised. On how many can a second prompt count?",
         ),
         wrong=(
             (lambda tokens, free, promised, size: -(-tokens // size) <= free, "half computed"),
