@@ -244,7 +244,8 @@ class Installer:
                 flush=True,
             )
             need_room(make_cache("uv"), 5, "PyPI's torch")
-            self.pip(python, [f"torch=={TORCH}", "--constraint", str(file)], what)
+            # Its own wish for a triton gives way to the pin: on a CPU torch runs without.
+            self.pip(python, [f"torch=={TORCH}", "--override", str(file)], what)
             extra = []
         self.pip(python, [*listed, *extra], what)
 
