@@ -65,8 +65,6 @@ class Exercise:
     """Answers that people plausibly give and that must fail, each with words of its verdict."""
     right: Sequence[Any] = ()
     """Right answers in a form of their own; the usual one is in the solution."""
-    needs: tuple[str, ...] = ()
-    """Engines that the exercise itself needs, such as "vllm"."""
     after: tuple[str, ...] = ()
     """Ids of exercises without which this one makes no sense."""
 

@@ -35,3 +35,16 @@ def test_a_changed_result_changes_the_page(tmp_path, monkeypatch):
     assert "-->1<!--" in filled
     assert "| a | b |\n| --- | --- |\n| 1 | 2 |" in filled
     assert report.filled(filled) == filled
+
+
+def test_show_brings_the_value_and_where_it_comes_from(monkeypatch):
+    shown = []
+    monkeypatch.setattr("IPython.display.display", shown.append)
+    report.show("results/setup.json", "disk_gb")
+    stamp = json.loads((ROOT / "results" / "setup.json").read_text())
+    (text,) = (markdown.data for markdown in shown)
+    assert text.startswith(f"**{stamp['values']['disk_gb']}** ")
+    for part in (stamp["date"], stamp["what"], "results/setup.json", stamp["conditions"]["device"]):
+        assert part in text
+    with pytest.raises(KeyError, match="no value 'nothing'; it has"):
+        report.show("results/setup.json", "nothing")

@@ -70,6 +70,11 @@ def test_the_same_steps():
     assert chunks > 500
 
 
+def test_a_setting_that_the_dry_run_does_not_know_is_refused():
+    with pytest.raises(TypeError, match="budget"):
+        vllm_scheduler.dry_run([Arrival(id="a", prompt=3, output=1)], budget=8)
+
+
 def test_what_vllm_refuses_is_told():
     with pytest.raises(EngineError, match="vLLM's Scheduler refused: "):
         vllm_scheduler.dry_run([Arrival(id="a", prompt=3, output=0)])

@@ -12,6 +12,7 @@ and asked for one step after another (`kvlab.inside.vllm_scheduler`).
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from kvlab import environments, models, paths
 from kvlab.engines.base import EngineError
 from kvlab.engines.vllm import clean_environment
 from kvlab.install import die_with_parent
+from minikv import trace
 from minikv.trace import Arrival, Step, made_up_prompts
 
 SECONDS = 300
@@ -43,7 +45,7 @@ def dry_runs(many: Sequence[tuple[Sequence[Arrival], dict[str, Any]]]) -> list[l
         prompts = made_up_prompts(arrivals)
         asked = {
             "model": model,
-            "settings": _DEFAULTS | settings,
+            "settings": _all_settings(settings),
             "arrivals": [
                 {
                     "id": arrival.id,
@@ -76,16 +78,11 @@ def dry_runs(many: Sequence[tuple[Sequence[Arrival], dict[str, Any]]]) -> list[l
     return [[_step(step) for step in answer] for answer in answers]
 
 
-_DEFAULTS = {
-    "num_blocks": 1024,
-    "block_size": 16,
-    "max_num_batched_tokens": 2048,
-    "max_num_seqs": 128,
-    "long_prefill_token_threshold": 0,
-    "policy": "fcfs",
-    "enable_prefix_caching": False,
-    "max_steps": 10_000,
-}
+def _all_settings(given: dict[str, Any]) -> dict[str, Any]:
+    """The settings with the defaults of minikv's dry run; TypeError for one it does not know."""
+    call = inspect.signature(trace.dry_run).bind([], **given)
+    call.apply_defaults()
+    return call.kwargs
 
 
 def _step(found: dict[str, Any]) -> Step:
