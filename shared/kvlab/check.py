@@ -14,6 +14,9 @@ An `Exercise` is data and one function. The function gets the answer (a value,
 or the learner's function) and returns the sentence for a right one, or raises
 `Wrong` with the reason. Beside it stands the list of wrong answers that people
 plausibly give; a test feeds each of them to the check and wants a failure.
+
+A chapter asks for guesses before it shows a number: `predict` keeps them, and
+`Predictions.compare` lays the number beside the guess. Nothing is graded there.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal
@@ -169,6 +172,52 @@ def check(exercise_id: str, answer: Any) -> None:
     _show(exercise, verdict)
     if verdict.state != "passed" and os.environ.get("KVLAB_STRICT") == "1":
         raise NotPassed(f"{exercise.id} {verdict.state}: {verdict.text}")
+
+
+class Predictions:
+    """Guesses by name, made before the numbers are seen; made by `predict`."""
+
+    def __init__(self, guesses: Mapping[str, Any]) -> None:
+        self._guesses = dict(guesses)
+
+    def compare(self, name: str, seen: float) -> None:
+        """Print the number that was seen, and how far from it the guess was.
+
+        Raises KeyError that lists the guesses, for a name that is none of them.
+        """
+        if name not in self._guesses:
+            raise KeyError(f"no guess is called {name!r}; there are {', '.join(self._guesses)}")
+        guess = self._guesses[name]
+        if guess is ...:
+            said = "no guess was written down"
+        else:
+            try:
+                said = _how_far(number(guess, "your guess"), seen)
+            except Wrong as reason:
+                said = str(reason)
+        print(f"{name}: {seen:,} ({said})")
+
+
+def predict(**guesses: Any) -> Predictions:
+    """Keep guesses, each under a name of its own; `...` stands for one that is not made yet."""
+    open_ones = [name for name, guess in guesses.items() if guess is ...]
+    if open_ones:
+        print("Not guessed yet:", ", ".join(open_ones))
+        print("Write a number over the dots and run this cell again, before you read on.")
+    else:
+        print("Your guesses are kept until this notebook's kernel ends.")
+    return Predictions(guesses)
+
+
+def _how_far(guess: float, seen: float) -> str:
+    said = f"you guessed {guess:,}"
+    if guess == seen:
+        return "as you guessed"
+    if guess * seen <= 0:  # no ratio says anything
+        return said
+    ratio = max(guess / seen, seen / guess)
+    times = f"{ratio:.1f}" if ratio < 10 else f"{ratio:,.0f}"
+    return f"{said}, {times} times too {'much' if guess > seen else 'little'}"
 
 
 def hint(exercise_id: str) -> None:

@@ -10,6 +10,7 @@ import fcntl
 import os
 import shutil
 import sys
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,12 +62,17 @@ def make_cache(*parts: str) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not is_own_cache(folder):
-            if any(folder.iterdir()):
+            # Another process may be at this very place: the tag appears whole and before
+            # anything else, so whoever meets more than the start of a tag looks for it again.
+            foreign = any(not path.name.startswith(f"{TAG}.") for path in folder.iterdir())
+            if foreign and not is_own_cache(folder):
                 raise SetupError(
                     f"{folder} is to be the cache folder, but holds other files.\n"
                     "Set KVLAB_CACHE to an empty or a new folder."
                 )
-            (folder / TAG).write_text(_TAG_TEXT)
+            start = folder / f"{TAG}.{uuid.uuid4().hex}"
+            start.write_text(_TAG_TEXT)
+            start.replace(folder / TAG)
         place = folder.joinpath(*parts)
         place.mkdir(parents=True, exist_ok=True)
         return place

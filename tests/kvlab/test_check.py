@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvlab import check as check_module
-from kvlab.check import Exercise, NotPassed, Wrong, check, hint, judge, number
+from kvlab.check import Exercise, NotPassed, Wrong, check, hint, judge, number, predict
 from kvlab.exercises import find, load_all
 
 ALL = load_all()
@@ -232,3 +232,33 @@ def test_hints_come_in_stages(capsys, monkeypatch):
     for text in exercise.hints:
         assert printed.count(text) == 1
     assert "No further hint" in printed
+
+
+@pytest.mark.parametrize(
+    ("guess", "seen", "said"),
+    [
+        (..., 2190, "n: 2,190 (no guess was written down)"),
+        (2190, 2190, "n: 2,190 (as you guessed)"),
+        (2190.0, 2190, "n: 2,190 (as you guessed)"),
+        (1000, 2190, "n: 2,190 (you guessed 1,000, 2.2 times too little)"),
+        (23_040, 1, "n: 1 (you guessed 23,040, 23,040 times too much)"),
+        (3, 0, "n: 0 (you guessed 3)"),
+        (-2, 5, "n: 5 (you guessed -2)"),
+        ("many", 5, "n: 5 (your guess should be a number, and is a str)"),
+        (None, 5, "n: 5 (your guess is None: does a `return` lack?)"),
+    ],
+)
+def test_a_guess_is_laid_beside_the_number(guess, seen, said, capsys):
+    guesses = predict(n=guess)
+    capsys.readouterr()
+    guesses.compare("n", seen)
+    assert capsys.readouterr().out.strip() == said
+
+
+def test_open_guesses_are_named_and_unknown_ones_refused(capsys):
+    guesses = predict(first=..., second=3)
+    assert "Not guessed yet: first\n" in capsys.readouterr().out
+    with pytest.raises(KeyError, match="there are first, second"):
+        guesses.compare("third", 1)
+    predict(first=1, second=3)
+    assert "are kept" in capsys.readouterr().out

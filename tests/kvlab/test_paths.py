@@ -4,6 +4,8 @@ import errno
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 
@@ -38,6 +40,26 @@ def test_a_folder_with_other_files_is_refused(cache):
     with pytest.raises(SetupError, match="holds other files"):
         paths.make_cache()
     assert [path.name for path in cache.iterdir()] == ["thesis.txt"]
+
+
+def test_a_tag_that_was_not_finished_does_not_make_a_folder_foreign(cache):
+    cache.mkdir()
+    (cache / f"{paths.TAG}.1234").write_text("")  # its writer was killed
+    paths.make_cache()
+    assert paths.is_own_cache(cache)
+
+
+def test_many_may_make_the_cache_at_once(tmp_path, monkeypatch):
+    def make(_):
+        together.wait()
+        return paths.make_cache("locks")
+
+    with ThreadPoolExecutor(8) as threads:
+        for attempt in range(200):
+            monkeypatch.setenv("KVLAB_CACHE", str(tmp_path / f"cache {attempt}"))
+            together = Barrier(8)
+            made = list(threads.map(make, range(8)))
+            assert made == [tmp_path / f"cache {attempt}" / "locks"] * 8
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
