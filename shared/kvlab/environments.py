@@ -172,6 +172,34 @@ def python(name: str) -> Path:
     return place / "bin" / "python"
 
 
+# What a user set for one program of theirs must not change what a notebook shows.
+_FOREIGN = (
+    *("PYTHON", "VIRTUAL_ENV", "MPLBACKEND"),
+    *("VLLM_", "SGLANG_", "LMCACHE_", "MOONCAKE_", "MC_", "UCX_", "NIXL_"),
+)
+
+
+def clean_variables(name: str, python: Path) -> dict[str, str]:
+    """This process's environment for a program under an engine's Python: nothing of the
+    notebook's Python, nor settings of engines that no notebook shows; what the engine caches lies
+    in the cache folder, and nobody is told that it runs.
+    """
+    home = make_cache("engine-home", name)
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(_FOREIGN)}
+    return kept | {
+        "PATH": f"{python.parent}{os.pathsep}{kept.get('PATH', os.defpath)}",
+        "XDG_CACHE_HOME": str(home),
+        "XDG_CONFIG_HOME": str(home / "config"),
+        "HF_HOME": str(home / "huggingface"),
+        "TRITON_CACHE_DIR": str(home / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(home / "inductor"),
+        "CUDA_CACHE_PATH": str(home / "cuda"),
+        "FLASHINFER_WORKSPACE_BASE": str(home),
+        "HF_HUB_OFFLINE": "1",
+        "DO_NOT_TRACK": "1",
+    }
+
+
 def announce(name: str, device: str, place: Path) -> None:
     """Say what comes and how big it is; raise SetupError where the disk has no room."""
     download, disk = SIZES[name, device]

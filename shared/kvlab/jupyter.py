@@ -159,10 +159,10 @@ def serve(root: Path, open_app_in_browser: bool = False) -> Iterator[Running]:
     open_app_in_browser: give scripts in the page the object window.jupyterapp.
     Raises SetupError with its last words if it does not answer within a minute.
     """
-    from kvlab.engines.base import free_port
+    from kvlab.engines.process import free_ports
     from kvlab.install import die_with_parent
 
-    token, port = secrets.token_urlsafe(24), free_port()
+    token, [port] = secrets.token_urlsafe(24), free_ports(1)
     command = [sys.executable, "-m", "jupyterlab", *_options(root, port)]
     command += ["--ServerApp.open_browser=False", "--ServerApp.port_retries=0"]
     command += [f"--LabApp.expose_app_in_browser={open_app_in_browser}"]

@@ -53,7 +53,7 @@ def with_minikv(model: Path, ids: list[int]) -> list[int]:
 def with_vllm(model: Path, ids: list[int]) -> list[int]:
     """The real engine, in its own environment and process."""
     from kvlab.engines import vllm
-    from kvlab.engines.base import EngineError
+    from kvlab.engines.protocol import EngineError
 
     try:
         with vllm.start(model, dtype="float32") as engine:

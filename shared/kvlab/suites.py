@@ -16,6 +16,9 @@ from rich.table import Table
 from kvlab import environments
 from kvlab.paths import ROOT
 
+# Torch's threads wait for one another in a loop: with more of them than free cores,
+# which is usual beside an engine, the same tests take several times as long.
+_ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 _NO_TESTS_COLLECTED = 5  # pytest's exit code; also when a whole module is skipped
 
 
@@ -47,6 +50,7 @@ SUITES = (
 def run(suites: tuple[Suite, ...] = SUITES) -> tuple[int, list[dict[str, str]]]:
     """Run all suites, whatever fails: (exit code, rows of the table)."""
     environment = os.environ | {
+        **_ONE_THREAD,
         # Without an engine its tests would skip, and the whole would pass: not here.
         "KVLAB_REQUIRE_ENGINES": "1",
         "PATH": f"{sys.prefix}/bin{os.pathsep}{os.environ.get('PATH', os.defpath)}",
@@ -99,5 +103,5 @@ def under(python: Path) -> int:
     subprocess.run([inside, "-m", "ensurepip"], stdout=subprocess.DEVNULL, check=True)
     command = [str(inside), "-m", "pytest", "-q", "tests/minikv", "tests/kvlab"]
     path = f"{inside.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "shared"), "PATH": path}
+    environment = os.environ | _ONE_THREAD | {"PYTHONPATH": str(ROOT / "shared"), "PATH": path}
     return subprocess.run(command, cwd=ROOT, env=environment).returncode

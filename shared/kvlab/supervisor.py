@@ -13,7 +13,7 @@ SIGTERM or SIGINT, and when the engine's main process ends by itself. Last it re
 temporary folder and exits with the engine's status (128 + N if signal N ended it).
 
 This file is a program of the standard library alone, run as `python -I -S supervisor.py`; it is
-also a module, from which `kvlab.engines.base` takes the functions that find and end processes.
+also a module, from which `kvlab.engines.process` takes the functions that find and end processes.
 Linux only.
 """
 
@@ -319,7 +319,7 @@ def main() -> NoReturn:
         # If this supervisor is itself killed with SIGKILL, the engine's main process goes with
         # it. That covers the main process alone: the signal is not inherited by its children.
         # They are found by their mark: by stop() in the kernel, or by the next start of any
-        # engine (kvlab.engines.base.sweep). It is sent when the parent *thread* ends, and this
+        # engine (kvlab.engines.process.sweep). It is sent when the parent *thread* ends, and this
         # program has only one.
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != me:

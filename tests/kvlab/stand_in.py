@@ -24,7 +24,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "shared"))
 
-from kvlab.engines.base import Server
+from kvlab.engines.server import Server
 
 
 class StandIn(Server):
@@ -32,11 +32,11 @@ class StandIn(Server):
     grace = 0.5
 
     def __init__(self, *words: str, port: int | None = None, deadline: float = 20) -> None:
-        super().__init__("nothing", port=port, deadline=deadline)
+        super().__init__("with nothing", port=port, deadline=deadline)
         self.words = words
 
-    def _command(self, port: int) -> list[str]:
-        return [sys.executable, __file__, "tree", str(port), *self.words]
+    def _command(self) -> list[str]:
+        return [sys.executable, __file__, "tree", str(self.port), *self.words]
 
     def _environment(self, folder: Path) -> dict[str, str]:
         return {**os.environ, "TMPDIR": str(folder)}

@@ -26,9 +26,9 @@ import pytest
 from nbclient import NotebookClient
 from stand_in import StandIn
 
-from kvlab import supervisor
-from kvlab.engines import base
-from kvlab.engines.base import EngineError
+from kvlab import paths, supervisor
+from kvlab.engines.process import System
+from kvlab.engines.protocol import EngineError
 
 Facts = dict[str, Any]
 PROGRAM = Path(__file__).with_name("stand_in.py")
@@ -224,7 +224,7 @@ def test_supervisor_stopped_then_stop() -> None:
 
 
 def test_supervisor_and_starter_killed_then_another_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base.Server, "grace", 0.5)
+    monkeypatch.setattr(System, "grace", 0.5)
     with starter("start") as (process, facts), StandIn() as bystander:
         bystander.start()
         os.kill(facts["supervisor"], signal.SIGKILL)
@@ -286,7 +286,7 @@ def test_starts_and_stops_leak_nothing() -> None:
             trees.append(engine.start().facts())
     assert held() == before
     assert [facts for facts in trees if left(facts)] == []
-    assert len(list((base.paths.cache() / "logs").iterdir())) == 20  # of 21
+    assert len(list((paths.cache() / "logs").iterdir())) == 20  # of 21
 
 
 def test_the_supervisor_starts_without_site_packages() -> None:
@@ -297,12 +297,12 @@ def test_the_supervisor_starts_without_site_packages() -> None:
 
 def test_a_command_that_does_not_exist() -> None:
     class Nowhere(StandIn):
-        def _command(self, port: int) -> list[str]:
+        def _command(self) -> list[str]:
             return ["/nowhere/python"]
 
     with pytest.raises(EngineError, match="/nowhere/python"):
         Nowhere().start()
-    assert list((base.paths.cache() / "tmp").iterdir()) == []
+    assert list((paths.cache() / "tmp").iterdir()) == []
 
 
 def test_an_engine_that_ends_says_why() -> None:
@@ -313,7 +313,7 @@ def test_an_engine_that_ends_says_why() -> None:
     assert lines[1:-1] == ["  ValueError: the moon is full"]
     assert error.value.log is not None
     assert str(error.value.log) in lines[-1]
-    assert list((base.paths.cache() / "tmp").iterdir()) == []
+    assert list((paths.cache() / "tmp").iterdir()) == []
 
 
 def test_an_engine_that_is_never_ready() -> None:
@@ -321,7 +321,7 @@ def test_an_engine_that_is_never_ready() -> None:
     with pytest.raises(EngineError, match=r"not ready after 1\.5 s"):
         engine.start()
     assert not engine.is_alive
-    assert list((base.paths.cache() / "tmp").iterdir()) == []
+    assert list((paths.cache() / "tmp").iterdir()) == []
 
 
 def test_a_port_in_use() -> None:
@@ -340,12 +340,12 @@ def test_a_port_taken_while_it_starts_is_changed_once() -> None:
             self.taken = [socket.socket() for _ in range(times)]
             self.seen: list[int] = []
 
-        def _command(self, port: int) -> list[str]:
+        def _command(self) -> list[str]:
             if len(self.seen) < len(self.taken):
-                self.taken[len(self.seen)].bind(("127.0.0.1", port))
+                self.taken[len(self.seen)].bind(("127.0.0.1", self.port))
                 self.taken[len(self.seen)].listen()
-            self.seen.append(port)
-            return super()._command(port)
+            self.seen.append(self.port)
+            return super()._command()
 
     with Unlucky(1) as engine:
         engine.start()
@@ -368,10 +368,10 @@ def test_an_answer_from_somebody_elses_server_is_not_taken_for_its_own() -> None
             pass
 
     class Deceived(StandIn):
-        def _command(self, port: int) -> list[str]:
-            self.other = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        def _command(self) -> list[str]:
+            self.other = http.server.ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
             threading.Thread(target=self.other.serve_forever, daemon=True).start()
-            return super()._command(port)
+            return super()._command()
 
     engine = Deceived("mute", deadline=1.5)
     with pytest.raises(EngineError, match="not ready"):

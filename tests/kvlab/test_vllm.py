@@ -23,7 +23,7 @@ import pytest
 
 from kvlab import environments, models, supervisor
 from kvlab.engines import vllm
-from kvlab.engines.base import Completion, EngineError
+from kvlab.engines.protocol import Completion, EngineError
 from kvlab.engines.vllm import VLLM
 from kvlab.paths import ROOT
 

@@ -7,7 +7,7 @@ import pytest
 
 from kvlab import environments
 from kvlab.engines import vllm_scheduler
-from kvlab.engines.base import EngineError
+from kvlab.engines.protocol import EngineError
 from minikv.trace import Arrival, dry_run
 
 try:
@@ -76,5 +76,5 @@ def test_a_setting_that_the_dry_run_does_not_know_is_refused():
 
 
 def test_what_vllm_refuses_is_told():
-    with pytest.raises(EngineError, match="vLLM's Scheduler refused: "):
+    with pytest.raises(EngineError, match=r"vLLM's Scheduler: .*max_tokens must be at least 1"):
         vllm_scheduler.dry_run([Arrival(id="a", prompt=3, output=0)])

@@ -1,1 +1,1 @@
-"""Real engines behind one small protocol: see `kvlab.engines.base`."""
+"""Real engines behind one small protocol: see `kvlab.engines.protocol`."""

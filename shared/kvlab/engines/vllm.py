@@ -15,24 +15,16 @@ from __future__ import annotations
 import json
 import math
 import operator
-import os
 import re
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, overload
 
-from prometheus_client.parser import text_string_to_metric_families
-
-from kvlab import paths
-from kvlab.engines.base import (
-    Chunk,
-    Completion,
-    EngineError,
-    Prompt,
-    Server,
-    available_memory,
-)
+from kvlab import environments, paths
+from kvlab.engines.process import available_memory
+from kvlab.engines.protocol import Chunk, Completion, EngineError, Prompt
+from kvlab.engines.server import Server
 from kvlab.inside import token
 from kvlab.inside.token import RequireToken
 
@@ -43,6 +35,9 @@ _WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 _THREADS = 1
 """Compute threads on a CPU. One thread adds numbers in one order, so that what is printed does not
 depend on the machine's cores; and several engines side by side do not fight for them."""
+
+
+_QUIET = {"VLLM_NO_USAGE_STATS": "1"}
 
 
 class Counters(NamedTuple):
@@ -108,37 +103,11 @@ def start(
     ).start()
 
 
-def clean_environment(python: Path) -> dict[str, str]:
-    """This process's environment for a program under vLLM's Python: nothing of the notebook's
-    Python, nor settings of vLLM that no notebook shows; what vLLM caches lies in the cache folder.
-    """
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("PYTHON", "VLLM_", "VIRTUAL_ENV", "MPLBACKEND"))
-    }
-    home = paths.make_cache("engine-home", "vllm")
-    return env | {
-        "PATH": f"{python.parent}{os.pathsep}{env.get('PATH', os.defpath)}",
-        "XDG_CACHE_HOME": str(home),
-        "XDG_CONFIG_HOME": str(home / "config"),
-        "VLLM_CACHE_ROOT": str(home / "vllm"),
-        "VLLM_CONFIG_ROOT": str(home / "config" / "vllm"),
-        "HF_HOME": str(home / "huggingface"),
-        "TRITON_CACHE_DIR": str(home / "triton"),
-        "TORCHINDUCTOR_CACHE_DIR": str(home / "inductor"),
-        "CUDA_CACHE_PATH": str(home / "cuda"),
-        "FLASHINFER_WORKSPACE_BASE": str(home),
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-    }
-
-
 class VLLM(Server):
     """A vLLM server; `start` makes one. Its processes end with stop() or its `with` block."""
 
     name = "vLLM"
+    _metrics_prefix = "vllm:"
     _fatal = "EngineCore encountered an issue"  # vllm/v1/engine/exceptions.py
 
     def __init__(
@@ -159,9 +128,6 @@ class VLLM(Server):
         deadline: float,
         extra_args: Sequence[str],
     ) -> None:
-        # Imported here because they are not needed to speak of an engine, only to start one.
-        from kvlab import environments
-
         if dtype not in _WIDTH:
             raise EngineError(f"dtype is one of {', '.join(_WIDTH)}, and not {dtype!r}.")
         if isinstance(extra_args, str):
@@ -171,11 +137,9 @@ class VLLM(Server):
         """"cpu" or "cuda"."""
         self.folder = _folder(model)
         """The model's folder."""
-        super().__init__(
-            self.folder.name if isinstance(model, Path) or Path(model).is_dir() else model,
-            port=port,
-            deadline=deadline,
-        )
+        self.model = self.folder.name if isinstance(model, Path) or Path(model).is_dir() else model
+        """The model's name, as metrics and requests have it."""
+        super().__init__(f"with {self.model}", port=port, deadline=deadline)
         self._dtype = dtype
         self._numbers = _weights(self.folder)
         self._kv_bytes = kv_cache_memory_bytes
@@ -226,17 +190,18 @@ class VLLM(Server):
                 f"kv_cache_memory_bytes or a smaller model."
             )
 
-    def _command(self, port: int) -> list[str]:
+    def _command(self) -> list[str]:
         return [
             *(str(self._python), "-m", "vllm.entrypoints.cli.main", "serve", str(self.folder)),
-            *("--served-model-name", self.model, "--host", "127.0.0.1", "--port", str(port)),
+            *("--served-model-name", self.model, "--host", "127.0.0.1", "--port", str(self.port)),
             *("--middleware", f"{RequireToken.__module__}.{RequireToken.__name__}"),
             *self._flags,
             *self._extra_args,
         ]
 
     def _environment(self, folder: Path) -> dict[str, str]:
-        env = clean_environment(self._python) | {
+        env = environments.clean_variables("vllm", self._python) | {
+            **_QUIET,
             "TMPDIR": str(folder),
             "VLLM_RPC_BASE_PATH": str(folder),
             "VLLM_SERVER_DEV_MODE": "1",  # POST /reset_prefix_cache
@@ -436,19 +401,6 @@ class VLLM(Server):
             raise EngineError(f"{self.name} cannot be asked that: {error}.") from None
         return body
 
-    def metrics(self) -> dict[str, float]:
-        """vLLM's counters and gauges of now, by their names.
-
-        Labels that every sample has (model_name, engine) are left out; others are written behind
-        the name as Prometheus does: 'vllm:request_success_total{finished_reason="length"}'.
-        Of a histogram its _sum and _count are there, not its buckets.
-        """
-        return {
-            name + _written(labels): value
-            for name, labels, value in self._samples()
-            if "le" not in labels and not name.endswith(("_created", "_info"))
-        }
-
     def counters(self) -> Counters:
         """The counts that the course looks at most; the difference of two is what lay between."""
         found = self.metrics()
@@ -468,16 +420,6 @@ class VLLM(Server):
             if name == "vllm:cache_config_info":
                 return int(labels["num_gpu_blocks"])
         raise EngineError(f"{self.name} reports no vllm:cache_config_info", self.log)
-
-    def _samples(self) -> list[tuple[str, dict[str, str], float]]:
-        with self._talking() as http:
-            text = self._checked(http.get("/metrics")).text
-        return [
-            (sample.name, sample.labels, sample.value)
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if sample.name.startswith("vllm:")
-        ]
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks. Returns False, and forgets none, while requests hold any."""
@@ -528,11 +470,6 @@ def _is_one(prompt: object) -> bool:
 def _chunk(choice: dict[str, Any], **end: Any) -> Chunk:
     logprobs = choice.get("logprobs") or {"token_logprobs": []}
     return Chunk(choice["text"], choice["token_ids"], logprobs["token_logprobs"], **end)
-
-
-def _written(labels: dict[str, str]) -> str:
-    rest = {key: value for key, value in labels.items() if key not in ("model_name", "engine")}
-    return "{" + ",".join(f'{key}="{rest[key]}"' for key in sorted(rest)) + "}" if rest else ""
 
 
 def _gib(count: int) -> str:

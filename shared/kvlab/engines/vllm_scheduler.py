@@ -13,19 +13,24 @@ and asked for one step after another (`kvlab.inside.vllm_scheduler`).
 from __future__ import annotations
 
 import inspect
-import json
-import subprocess
 from collections.abc import Sequence
 from typing import Any
 
-from kvlab import environments, models, paths
-from kvlab.engines.base import EngineError
-from kvlab.engines.vllm import clean_environment
-from kvlab.install import die_with_parent
+from kvlab import models
+from kvlab.engines.worker import Worker
 from minikv import trace
 from minikv.trace import Arrival, Step, made_up_prompts
 
 SECONDS = 300
+"""Longest that one dry run may take."""
+
+
+class SchedulerWorker(Worker):
+    """A process that holds vLLM's Scheduler class."""
+
+    name = "vLLM's Scheduler"
+    _program = "vllm_scheduler"
+    _environment_name = "vllm"
 
 
 def dry_run(arrivals: Sequence[Arrival], **settings: Any) -> list[Step]:
@@ -38,44 +43,28 @@ def dry_run(arrivals: Sequence[Arrival], **settings: Any) -> list[Step]:
 
 def dry_runs(many: Sequence[tuple[Sequence[Arrival], dict[str, Any]]]) -> list[list[Step]]:
     """Several dry runs, each of its requests and settings, in one process."""
-    python = environments.python("vllm")
     model = str(models.get("tiny-random"))
-    lines = []
-    for arrivals, settings in many:
-        prompts = made_up_prompts(arrivals)
-        asked = {
-            "model": model,
-            "settings": _all_settings(settings),
-            "arrivals": [
-                {
-                    "id": arrival.id,
-                    # vLLM would take numbers below 0 for no tokens: any that differ do.
-                    "prompt": [token % 2**31 for token in prompt],
-                    "output": arrival.output,
-                    "step": arrival.step,
-                    "priority": arrival.priority,
-                }
-                for arrival, prompt in zip(arrivals, prompts, strict=True)
-            ],
-        }
-        lines.append(json.dumps(asked))
-    done = subprocess.run(
-        [str(python), "-m", "kvlab.inside.vllm_scheduler"],
-        input="\n".join(lines),
-        env=clean_environment(python) | {"PYTHONPATH": str(paths.ROOT / "shared")},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        preexec_fn=die_with_parent,
-    )
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
-    if len(answers) < len(many):
-        said = "\n  ".join(done.stderr.strip().splitlines()[-5:])
-        raise EngineError(f"vLLM's Scheduler ended with code {done.returncode}:\n  {said}")
-    for answer in answers:
-        if isinstance(answer, dict):
-            raise EngineError(f"vLLM's Scheduler refused: {answer['error']}")
-    return [[_step(step) for step in answer] for answer in answers]
+    found = []
+    with SchedulerWorker() as scheduler:
+        for arrivals, settings in many:
+            asked = {
+                "model": model,
+                "settings": _all_settings(settings),
+                "arrivals": [
+                    {
+                        "id": arrival.id,
+                        # vLLM would take numbers below 0 for no tokens: any that differ do.
+                        "prompt": [token % 2**31 for token in prompt],
+                        "output": arrival.output,
+                        "step": arrival.step,
+                        "priority": arrival.priority,
+                    }
+                    for arrival, prompt in zip(arrivals, made_up_prompts(arrivals), strict=True)
+                ],
+            }
+            scheduler.start()  # after the settings were looked at; it goes on running
+            found.append(scheduler.call("run", timeout=SECONDS, **asked))
+    return [[_step(step) for step in answer] for answer in found]
 
 
 def _all_settings(given: dict[str, Any]) -> dict[str, Any]:

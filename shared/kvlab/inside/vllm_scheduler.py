@@ -3,17 +3,13 @@
 Run under vLLM's Python by `kvlab.engines.vllm_scheduler`. The classes are vLLM 0.32.0's:
 v1/core/sched/scheduler.py (`Scheduler`), v1/request.py (`Request`); what a model would
 sample is 0 for every request whose tokens are all computed.
-
-Reads one JSON object a line, {"arrivals": [...], "settings": {...}, "model": folder}, and
-answers each with a line: a list of steps, or {"error": text}.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from typing import Any
+
+from kvlab.inside import calls
 
 
 def make(model: str, settings: dict[str, Any]) -> Any:
@@ -148,19 +144,7 @@ def run(model: str, arrivals: list[dict[str, Any]], settings: dict[str, Any]) ->
     raise RuntimeError(f"not done after {settings['max_steps']} steps")
 
 
-def main() -> None:
-    # vLLM writes to stdout as it likes: the answers have a descriptor of their own.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        asked = json.loads(line)
-        try:
-            answer: Any = run(asked["model"], asked["arrivals"], asked["settings"])
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-
-
 if __name__ == "__main__":
-    main()
+    import vllm.v1.core.sched.scheduler  # noqa: F401  # now, and not during the first call
+
+    calls.serve({"run": run})

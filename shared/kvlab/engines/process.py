@@ -1,9 +1,11 @@
-"""What every engine of the course has in common.
+"""A system of the course in processes of its own: started, watched, explained, ended.
 
-`Engine` is the protocol that notebooks speak. `Server` is the part behind it that engines in
-processes of their own share: it starts `kvlab.supervisor`, waits until the engine answers, keeps
-its log, says what went wrong in words, and leaves nothing behind. An engine is added by deriving
-from `Server`: say its command, its environment, and how it generates (`kvlab.engines.vllm`).
+`System` is what vLLM, SGLang, LMCache, Mooncake and the others have in common. It starts
+`kvlab.supervisor`, waits with progress and a deadline until the system is ready, keeps its log,
+says what went wrong in words, and leaves nothing behind. `kvlab.engines.server.Server` derives from
+it what is spoken to over HTTP, `kvlab.engines.worker.Worker` what runs a program of
+`kvlab.inside` and is called through a pipe. A system is added by deriving from one of the two: say
+its command and its environment.
 """
 
 from __future__ import annotations
@@ -22,19 +24,15 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self, overload
+from typing import Any, Self
 
-import httpx
 import psutil
 
 from kvlab import paths, supervisor
+from kvlab.engines.protocol import EngineError
 from kvlab.supervisor import Process
-
-Prompt = str | list[int]
-"""Text, or the token ids themselves."""
 
 _KEPT_LOGS = 20
 _LOCK = "lock"
@@ -42,60 +40,6 @@ _LONGEST_SOCKET = 107
 """Bytes in the path of a Unix socket (sun_path holds 108 with the closing zero)."""
 _SOCKET_NAME = 40
 """Bytes to keep free for a socket's own name: ZeroMQ users name theirs by a UUID of 36."""
-
-
-@dataclass(frozen=True)
-class Completion:
-    """What an engine gave back for one prompt."""
-
-    text: str
-    token_ids: list[int]
-    """The new tokens; the prompt's are not among them."""
-    logprobs: list[float]
-    """Natural log-probability of each new token, from the raw logits; same length."""
-    prompt_tokens: int
-    cached_tokens: int
-    """How many of the prompt's tokens were not computed because their KV was in a cache."""
-    finish_reason: str
-    """"length" (max_tokens reached) or "stop" (end-of-sequence token or stop string)."""
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """What a stream brought since the chunk before; the last one also says how it ended."""
-
-    text: str
-    token_ids: list[int]
-    logprobs: list[float]
-    finish_reason: str | None = None
-    prompt_tokens: int | None = None
-    cached_tokens: int | None = None
-
-
-class EngineError(RuntimeError):
-    """An engine cannot do what was asked; the message says why and what to do.
-
-    `log` is the engine's log file where one was written.
-    """
-
-    def __init__(self, message: str, log: Path | None = None) -> None:
-        super().__init__(message)
-        self.log = log
-
-
-class Engine(Protocol):
-    """The calls that a notebook makes on any engine."""
-
-    @overload
-    def generate(self, prompt: Prompt, *, max_tokens: int = ...) -> Completion: ...
-    @overload
-    def generate(self, prompt: list[Prompt], *, max_tokens: int = ...) -> list[Completion]: ...
-    def stream(self, prompt: Prompt, *, max_tokens: int = ...) -> Iterator[Chunk]: ...
-    def metrics(self) -> dict[str, float]: ...
-    def reset_prefix_cache(self) -> bool: ...
-    def stop(self) -> None: ...
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *_: object) -> None: ...
 
 
 def available_memory() -> int:
@@ -123,11 +67,13 @@ def available_memory() -> int:
     return left
 
 
-def free_port() -> int:
-    """A loopback TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_ports(count: int) -> list[int]:
+    """Loopback TCP ports that nobody listens on now."""
+    with contextlib.ExitStack() as held:  # all at once, so that they differ
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 def _port_is_free(port: int) -> bool:
@@ -220,7 +166,7 @@ def sweep() -> list[str]:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     continue  # its supervisor lives
-            supervisor.end_marked(folder.name, Server.grace)
+            supervisor.end_marked(folder.name, System.grace)
             shutil.rmtree(folder, ignore_errors=True)
             swept.append(folder.name)
     return swept
@@ -236,7 +182,7 @@ def _new_log(name: str, run: str) -> Path:
     return log
 
 
-class _Run:
+class Run:
     """One supervisor with its engine, from start to end."""
 
     def __init__(
@@ -336,7 +282,7 @@ class _Run:
         return f"exit status {code}"
 
 
-class _Progress:
+class Progress:
     """One line while an engine starts, which leaves nothing that changes from run to run.
 
     In a terminal: a line with the seconds, gone when ready. In a notebook: a display whose text
@@ -390,58 +336,68 @@ class _Progress:
             self._handle.update({"text/plain": text}, raw=True)
 
 
-class Server:
-    """An engine in processes of its own, spoken to over HTTP on a loopback port.
+class System:
+    """A system in processes of its own.
 
-    A derived class sets `name`, gives `_command` and `_environment`, and may translate what the
-    engine says when it fails in `_explain`. It is ready when GET `_health` answers 200.
+    A derived class sets `name`, gives `_command` and `_environment`, says in `_is_ready` when it is
+    ready, and may translate what it says when it fails in `_explain`. Its ports are chosen anew at
+    each start, free ones on loopback, under the names in `_port_names`.
 
     Everything of it ends with stop(), with its `with` block, when the object is forgotten, when
     the interpreter exits, and, by the supervisor, when this process is killed.
     """
 
-    name = "engine"
+    name = "system"
     grace = 10.0
-    """Seconds between SIGTERM and SIGKILL. A healthy vLLM needs less than one."""
-    _health = "/health"
-    _fatal = ""
-    """What the engine says while it still answers, though an inner process of it has died."""
+    """Seconds between SIGTERM and SIGKILL. A healthy engine needs less than one."""
+    _port_names: tuple[str, ...] = ("http",)
 
-    def __init__(self, model: str, *, port: int | None, deadline: float) -> None:
+    def __init__(self, of: str = "", *, port: int | None = None, deadline: float = 300) -> None:
         if port is not None and not (isinstance(port, int) and 0 < port < 65536):
             raise EngineError(f"A port is a whole number from 1 to 65535, and not {port!r}.")
-        self.model = model
-        """The model's name, as metrics and requests have it."""
+        self._of = of
+        """What it works on, for progress and repr: "with smollm2-135m"."""
         self._wanted_port = port
+        """The first port, where its user chose one."""
         self._deadline = deadline
-        self._run: _Run | None = None
+        self._run: Run | None = None
         self._end: weakref.finalize[Any, Any] | None = None
-        self._client: httpx.Client | None = None
         self._token = ""
-        self.port = 0
+        self.ports: dict[str, int] = {}
+        """The loopback ports of this run, by what they are for."""
 
     # What a derived class gives.
 
-    def _command(self, port: int) -> list[str]:
+    def _command(self) -> list[str]:
         raise NotImplementedError
 
     def _environment(self, folder: Path) -> dict[str, str]:
+        """Its environment; `folder` is the run's own, removed with it, and where it is started."""
         raise NotImplementedError
 
     def _check_room(self) -> None:
-        """Raise EngineError where the engine cannot fit; what others left is gone by now."""
+        """Raise EngineError where it cannot fit; what others left is gone by now."""
+
+    def _is_ready(self, run: Run) -> bool:
+        raise NotImplementedError
+
+    def _connect(self, run: Run) -> None:
+        """Prepare what is needed to speak with a run that has just begun to start."""
+
+    def _disconnect(self) -> None:
+        """Close what _connect opened; may be called twice."""
 
     def _explain(self, line: str) -> str | None:
-        """A clear sentence for one of the engine's error lines, or None."""
+        """A clear sentence for one of its error lines, or None."""
         return None
 
     # Start and stop.
 
     def start(self) -> Self:
-        """Start the engine and wait until it is ready.
+        """Start it and wait until it is ready.
 
         Raises EngineError if its port is taken, if it ends, or if it is not ready in time;
-        nothing of it is left then. A running engine stays as it is.
+        nothing of it is left then. One that runs stays as it is.
         """
         if self.is_alive:
             return self
@@ -463,46 +419,37 @@ class Server:
         return self
 
     def _start_once(self) -> None:
-        self.port = self._wanted_port or free_port()
+        self.ports = dict(zip(self._port_names, free_ports(len(self._port_names)), strict=True))
+        if self._wanted_port is not None:
+            self.ports[self._port_names[0]] = self._wanted_port
         self._token = secrets.token_urlsafe(24)
-        command = self._command(self.port)
         folder, lock = _new_folder()
         try:
+            command = self._command()
             environment = self._environment(folder)
             log = _new_log(self.name, folder.name)
         except BaseException:
             os.close(lock)
             shutil.rmtree(folder)
             raise
-        run = self._run = _Run(self.name, folder, lock, log, command, environment, self.grace)
+        run = self._run = Run(self.name, folder, lock, log, command, environment, self.grace)
         # Runs when this object is collected and when the interpreter exits, but once.
         self._end = weakref.finalize(self, run.end)
-        self._client = httpx.Client(
-            base_url=self.url,
-            headers={"Authorization": f"Bearer {self._token}"},
-            # Reading may take long: an answer that is not streamed comes after its last token.
-            # A dead server does not have to be waited for: its connection breaks at once.
-            timeout=httpx.Timeout(600, connect=5),
-            limits=httpx.Limits(max_connections=None),
-            trust_env=False,  # no proxy between here and the loopback
-        )
         try:
-            with _Progress(f"{self.name} with {self.model}", run.log) as progress:
+            self._connect(run)
+            with Progress(self._title, run.log) as progress:
                 self._wait(run, progress)
         except BaseException:  # KeyboardInterrupt is one
             self.stop()
             raise
 
-    def _wait(self, run: _Run, progress: _Progress) -> None:
+    def _wait(self, run: Run, progress: Progress) -> None:
         until = time.monotonic() + self._deadline
         while time.monotonic() < until:
             if not run.alive:
                 raise self._ended("ended before it was ready")
-            with contextlib.suppress(httpx.HTTPError):
-                answer = self._http.get(self._health, timeout=2)
-                # Somebody else's server could answer on this port.
-                if answer.status_code == 200 and self._listens(run):
-                    return
+            if self._is_ready(run):
+                return
             progress.tick(self._deadline)
             time.sleep(0.1)
         raise EngineError(
@@ -512,24 +459,23 @@ class Server:
             run.log,
         )
 
-    def _listens(self, run: _Run) -> bool:
+    def _listens(self, run: Run, port: int) -> bool:
+        """Whether a process of this very run listens there: somebody else's could."""
         for process in supervisor.marked(run.folder.name):
             with contextlib.suppress(psutil.Error):
                 for connection in psutil.Process(process.pid).net_connections("tcp"):
-                    if connection.status == "LISTEN" and connection.laddr.port == self.port:
+                    if connection.status == "LISTEN" and connection.laddr.port == port:
                         return True
         return False
 
     def stop(self) -> None:
-        """End the engine's processes and remove its temporary folder; its log stays."""
-        if self._client is not None:
-            self._client.close()
-            self._client = None
+        """End its processes and remove its temporary folder; its log stays."""
+        self._disconnect()
         if self._end is not None:
             self._end()
 
     def restart(self) -> Self:
-        """Stop, and start again with the same settings; its port may be another one."""
+        """Stop, and start again with the same settings; its ports may be others."""
         self.stop()
         return self.start()
 
@@ -540,99 +486,39 @@ class Server:
         self.stop()
 
     def __repr__(self) -> str:
-        state = f"running on port {self.port}" if self.is_alive else "stopped"
-        return f"<{self.name} with {self.model}, {state}>"
+        state = f"running, ports {self.ports}" if self.is_alive else "stopped"
+        return f"<{self._title}, {state}>"
 
     # What is known about it.
 
     @property
+    def _title(self) -> str:
+        return f"{self.name} {self._of}".strip()
+
+    @property
     def is_alive(self) -> bool:
-        """Whether the engine's main process runs."""
+        """Whether its main process runs."""
         return self._run is not None and self._run.alive
 
     @property
     def pid(self) -> int:
-        """Process id of the engine's main process."""
-        if self._run is None:
-            raise EngineError(f"{self.name} was not started")
-        return self._run.engine.pid
+        """Process id of its main process."""
+        return self._begun.engine.pid
 
     @property
     def log(self) -> Path:
-        """The file that holds what the engine's processes printed."""
+        """The file that holds what its processes printed."""
+        return self._begun.log
+
+    @property
+    def _begun(self) -> Run:
         if self._run is None:
             raise EngineError(f"{self.name} was not started")
-        return self._run.log
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    # Talking to it.
-
-    @property
-    def _http(self) -> httpx.Client:
-        if self._client is None:
-            raise EngineError(f"{self.name} is stopped. Start it again with restart().")
-        return self._client
-
-    @contextlib.contextmanager
-    def _talking(self) -> Iterator[httpx.Client]:
-        """The HTTP client; turns what goes wrong on the way into an EngineError."""
-        client = self._http
-        try:
-            yield client
-        except httpx.TimeoutException:
-            if not self.is_alive:
-                raise self._ended("ended while it was asked") from None
-            raise EngineError(
-                f"{self.name} runs but gave no answer for {client.timeout.read:g} s. "
-                f"restart() starts it anew. Its log: {self.log}",
-                self.log,
-            ) from None
-        except httpx.TransportError as error:
-            # A connection breaks some moments before its process is gone; a server that closes
-            # because an inner process died takes longer (vLLM looks every five seconds).
-            until = time.monotonic() + 10
-            while self.is_alive and time.monotonic() < until:
-                time.sleep(0.05)
-            if not self.is_alive:
-                raise self._ended("ended while it was asked") from None
-            raise EngineError(
-                f"{self.name} broke off the connection ({error}). Its log: {self.log}", self.log
-            ) from error
-
-    def _checked(self, response: httpx.Response) -> httpx.Response:
-        """The response if it is a good one; else raises what the engine said."""
-        if response.status_code < 400:
-            return response
-        response.read()
-        raise self._refused(response.text)
-
-    def _refused(self, text: str) -> EngineError:
-        """The error for what an engine answered in place of a result."""
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            error = json.loads(text)["error"]
-            text = error["message"] if isinstance(error, dict) else str(error)
-        if not self.is_alive:
-            return self._ended("ended while it was asked")
-        if self._fatal and self._fatal in text:
-            log = self.log
-            self.stop()  # what still answers cannot serve any more
-            return EngineError(
-                f"{self.name} lost an inner process and was stopped. It said: {text}\n"
-                f"Its log: {log}",
-                log,
-            )
-        clear = self._explain(text)
-        return EngineError(
-            f"{self.name} refused: {text}" + (f" {clear}" if clear else ""), self.log
-        )
+        return self._run
 
     def _ended(self, when: str) -> EngineError:
-        """The error for an engine whose main process is gone; cleans up after it."""
-        run = self._run
-        assert run is not None
+        """The error for a system whose main process is gone; cleans up after it."""
+        run = self._begun
         self.stop()
         run.end()  # the stop() may be another thread's, and not yet be done
         if not run.died:
@@ -640,7 +526,8 @@ class Server:
         lines = telling_lines(run.log)
         if any("ddress already in use" in line for line in lines):
             return _PortTaken(
-                f"Port {self.port} was taken by another program while {self.name} started.",
+                f"A port of {', '.join(map(str, self.ports.values()))} was taken by another "
+                f"program while {self.name} started.",
                 run.log,
             )
         clear = [text for text in map(self._explain, lines) if text]
@@ -655,7 +542,7 @@ class Server:
 
 
 class _PortTaken(EngineError):
-    """The engine could not bind its port."""
+    """It could not bind one of its ports."""
 
 
 def _last_line(log: Path) -> str:

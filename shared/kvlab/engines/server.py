@@ -1,0 +1,164 @@
+"""A system that is spoken to over HTTP on a loopback port."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvlab.engines.process import Run, System
+from kvlab.engines.protocol import EngineError
+
+
+class Server(System):
+    """A system that answers HTTP. It is ready when GET `_health` answers 200."""
+
+    name = "server"
+    _health = "/health"
+    _fatal = ""
+    """What it says while it still answers, though an inner process of it has died."""
+    _metrics_port = "http"
+    """Which of its ports has the page of counters, GET /metrics."""
+    _metrics_prefix = ""
+    """How the names of its own counters begin."""
+
+    def __init__(self, of: str = "", *, port: int | None = None, deadline: float = 300) -> None:
+        super().__init__(of, port=port, deadline=deadline)
+        self._client: httpx.Client | None = None
+
+    @property
+    def port(self) -> int:
+        return self.ports["http"]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    # What System asks for.
+
+    def _connect(self, run: Run) -> None:
+        self._client = httpx.Client(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {self._token}"},
+            # Reading may take long: an answer that is not streamed comes after its last token.
+            # A dead server does not have to be waited for: its connection breaks at once.
+            timeout=httpx.Timeout(600, connect=5),
+            limits=httpx.Limits(max_connections=None),
+            trust_env=False,  # no proxy between here and the loopback
+        )
+
+    def _disconnect(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def _is_ready(self, run: Run) -> bool:
+        with contextlib.suppress(httpx.HTTPError):
+            answer = self._http.get(self._health, timeout=2)
+            return answer.status_code == 200 and self._listens(run, self.port)
+        return False
+
+    # Talking to it.
+
+    @property
+    def _http(self) -> httpx.Client:
+        if self._client is None:
+            raise EngineError(f"{self.name} is stopped. Start it again with restart().")
+        return self._client
+
+    @contextlib.contextmanager
+    def _talking(self) -> Iterator[httpx.Client]:
+        """The HTTP client; turns what goes wrong on the way into an EngineError."""
+        client = self._http
+        try:
+            yield client
+        except httpx.TimeoutException:
+            if not self.is_alive:
+                raise self._ended("ended while it was asked") from None
+            raise EngineError(
+                f"{self.name} runs but gave no answer for {client.timeout.read:g} s. "
+                f"restart() starts it anew. Its log: {self.log}",
+                self.log,
+            ) from None
+        except httpx.TransportError as error:
+            # A connection breaks some moments before its process is gone; a server that closes
+            # because an inner process died takes longer (vLLM looks every five seconds).
+            until = time.monotonic() + 10
+            while self.is_alive and time.monotonic() < until:
+                time.sleep(0.05)
+            if not self.is_alive:
+                raise self._ended("ended while it was asked") from None
+            raise EngineError(
+                f"{self.name} broke off the connection ({error}). Its log: {self.log}", self.log
+            ) from error
+
+    def _checked(self, response: httpx.Response) -> httpx.Response:
+        """The response if it is a good one; else raises what the server said."""
+        if response.status_code < 400:
+            return response
+        response.read()
+        raise self._refused(response.text)
+
+    def _refused(self, text: str) -> EngineError:
+        """The error for what a server answered in place of a result."""
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            error = json.loads(text)["error"]
+            text = error["message"] if isinstance(error, dict) else str(error)
+        if not self.is_alive:
+            return self._ended("ended while it was asked")
+        if self._fatal and self._fatal in text:
+            log = self.log
+            self.stop()  # what still answers cannot serve any more
+            return EngineError(
+                f"{self.name} lost an inner process and was stopped. It said: {text}\n"
+                f"Its log: {log}",
+                log,
+            )
+        clear = self._explain(text)
+        return EngineError(
+            f"{self.name} refused: {text}" + (f" {clear}" if clear else ""), self.log
+        )
+
+    def _get(self, path: str, **query: Any) -> Any:
+        """What GET gives, as JSON."""
+        with self._talking() as http:
+            return self._checked(http.get(path, params=query)).json()
+
+    # Counters.
+
+    def metrics(self) -> dict[str, float]:
+        """Its counters and gauges of now, by their names.
+
+        Labels that are the same for every sample (model_name, engine) are left out; others are
+        written behind the name as Prometheus does: 'vllm:request_success_total{reason="length"}'.
+        Of a histogram its _sum and _count are there, not its buckets.
+        """
+        return {
+            name + _written(labels): value
+            for name, labels, value in self._samples()
+            if "le" not in labels and not name.endswith(("_created", "_info"))
+        }
+
+    def _samples(self) -> list[tuple[str, dict[str, str], float]]:
+        url = f"http://127.0.0.1:{self.ports[self._metrics_port]}/metrics"
+        with self._talking() as http:
+            text = self._checked(http.get(url, follow_redirects=True)).text
+        return [
+            (sample.name, sample.labels, sample.value)
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name.startswith(self._metrics_prefix)
+        ]
+
+
+_SAME_FOR_ALL = ("model_name", "engine")
+
+
+def _written(labels: dict[str, str]) -> str:
+    rest = {key: value for key, value in labels.items() if key not in _SAME_FOR_ALL}
+    return "{" + ",".join(f'{key}="{rest[key]}"' for key in sorted(rest)) + "}" if rest else ""
