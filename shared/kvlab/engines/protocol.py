@@ -7,13 +7,15 @@ an engine has besides (vLLM's counters, HiCache's tiers) its own module adds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self, overload
+from typing import Protocol, Self, TypedDict, Unpack, cast, overload
 
 Prompt = str | list[int]
 """Text, or the token ids themselves."""
+Prompts = list[str] | list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -55,16 +57,67 @@ class EngineError(RuntimeError):
         self.log = log
 
 
-class Engine(Protocol):
-    """The calls that a notebook makes on any engine."""
+class Options(TypedDict, total=False):
+    """How to complete a prompt; what every engine understands."""
 
+    max_tokens: int
+    """New tokens at most; 16 unless said otherwise."""
+    temperature: float
+    """0, the default, is greedy."""
+    top_p: float
+    seed: int | None
+    stop: str | list[str]
+    """The text ends before the first of these that appears."""
+    ignore_eos: bool
+    """Go on after the model's end-of-sequence token."""
+    cache_salt: str | None
+    """Requests with the same salt share cached KV, those with different ones do not."""
+
+
+class Engine(Protocol):
+    """The calls that a notebook makes on any engine. All raise EngineError."""
+
+    @property
+    def is_alive(self) -> bool: ...
     @overload
-    def generate(self, prompt: Prompt, *, max_tokens: int = ...) -> Completion: ...
+    def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion: ...
     @overload
-    def generate(self, prompt: list[Prompt], *, max_tokens: int = ...) -> list[Completion]: ...
-    def stream(self, prompt: Prompt, *, max_tokens: int = ...) -> Iterator[Chunk]: ...
+    def generate(self, prompt: Prompts, **options: Unpack[Options]) -> list[Completion]: ...
+    def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Chunk]: ...
     def metrics(self) -> dict[str, float]: ...
     def reset_prefix_cache(self) -> bool: ...
+    def restart(self) -> Self: ...
     def stop(self) -> None: ...
     def __enter__(self) -> Self: ...
     def __exit__(self, *_: object) -> None: ...
+
+
+def is_one(prompt: object) -> bool:
+    """Whether it is one prompt: text or token ids. Raises EngineError if it is no list either."""
+    if isinstance(prompt, str):
+        return True
+    if not isinstance(prompt, (list, tuple)):
+        raise EngineError(_NO_PROMPT.format(prompt))
+    return len(prompt) > 0 and all(hasattr(part, "__index__") for part in prompt)
+
+
+def complete(
+    prompt: Prompt | Prompts, one: Callable[[Prompt], Completion]
+) -> Completion | list[Completion]:
+    """One prompt's completion, or those of several in their order, all asked at the same time.
+
+    Raises EngineError for what is no prompt, and the first error of `one`.
+    """
+    if is_one(prompt):
+        return one(cast(Prompt, prompt))
+    many = cast(list[Prompt], list(prompt))
+    if not all(is_one(item) for item in many):
+        raise EngineError(_NO_PROMPT.format(prompt))
+    pool = ThreadPoolExecutor(max_workers=max(1, len(many)))
+    try:
+        return list(pool.map(one, many))
+    finally:  # Ctrl-C, or one that was refused, does not wait for the others
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+_NO_PROMPT = "A prompt is a text or a list of token ids, and not {!r:.80}."

@@ -17,13 +17,21 @@ import math
 import operator
 import re
 from collections.abc import Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, Unpack, overload
 
 from kvlab import environments, paths
 from kvlab.engines.process import available_memory
-from kvlab.engines.protocol import Chunk, Completion, EngineError, Prompt
+from kvlab.engines.protocol import (
+    Chunk,
+    Completion,
+    EngineError,
+    Options,
+    Prompt,
+    Prompts,
+    complete,
+    is_one,
+)
 from kvlab.engines.server import Server
 from kvlab.inside import token
 from kvlab.inside.token import RequireToken
@@ -101,6 +109,11 @@ def start(
         deadline=deadline,
         extra_args=extra_args,
     ).start()
+
+
+class VLLMOptions(Options, total=False):
+    priority: int
+    """Smaller is served first, if vLLM was started with scheduling_policy="priority"."""
 
 
 class VLLM(Server):
@@ -232,36 +245,12 @@ class VLLM(Server):
     # The engine.
 
     @overload
-    def generate(
-        self,
-        prompt: Prompt,
-        *,
-        max_tokens: int = ...,
-        temperature: float = ...,
-        top_p: float = ...,
-        seed: int | None = ...,
-        stop: Sequence[str] = ...,
-        ignore_eos: bool = ...,
-        cache_salt: str | None = ...,
-        priority: int = ...,
-    ) -> Completion: ...
+    def generate(self, prompt: Prompt, **options: Unpack[VLLMOptions]) -> Completion: ...
     @overload
+    def generate(self, prompt: Prompts, **options: Unpack[VLLMOptions]) -> list[Completion]: ...
     def generate(
         self,
-        prompt: list[str] | list[list[int]],
-        *,
-        max_tokens: int = ...,
-        temperature: float = ...,
-        top_p: float = ...,
-        seed: int | None = ...,
-        stop: Sequence[str] = ...,
-        ignore_eos: bool = ...,
-        cache_salt: str | None = ...,
-        priority: int = ...,
-    ) -> list[Completion]: ...
-    def generate(
-        self,
-        prompt: Prompt | list[str] | list[list[int]],
+        prompt: Prompt | Prompts,
         *,
         max_tokens: int = 16,
         temperature: float = 0.0,
@@ -300,16 +289,7 @@ class VLLM(Server):
                 finish_reason=choice["finish_reason"],
             )
 
-        if _is_one(prompt):
-            return one(prompt)  # type: ignore[arg-type]
-        many = list(prompt)
-        if not all(_is_one(item) for item in many):
-            raise EngineError(_NO_PROMPT.format(prompt))
-        pool = ThreadPoolExecutor(max_workers=max(1, len(many)))
-        try:
-            return list(pool.map(one, many))
-        finally:  # Ctrl-C, or one that was refused, does not wait for the others
-            pool.shutdown(wait=False, cancel_futures=True)
+        return complete(prompt, one)
 
     def stream(
         self,
@@ -329,7 +309,7 @@ class VLLM(Server):
         The request is sent with the first next(). Closing the generator early (leaving a `for`
         loop over it does, close() does) closes the connection, and vLLM aborts the request.
         """
-        if not _is_one(prompt):
+        if not is_one(prompt):
             raise EngineError("stream() takes one prompt; generate() takes several.")
         body = self._body(
             prompt, max_tokens, temperature, top_p, seed, stop, ignore_eos, cache_salt, priority
@@ -453,18 +433,6 @@ _SENTENCES = [
     ),
     (r"unrecognized arguments", "This vLLM does not know a flag that it was given (extra_args)."),
 ]
-
-
-_NO_PROMPT = "A prompt is a text or a list of token ids, and not {!r:.80}."
-
-
-def _is_one(prompt: object) -> bool:
-    """Whether it is one prompt: text or token ids. Raises EngineError if it is no list either."""
-    if isinstance(prompt, str):
-        return True
-    if not isinstance(prompt, (list, tuple)):
-        raise EngineError(_NO_PROMPT.format(prompt))
-    return len(prompt) > 0 and all(hasattr(part, "__index__") for part in prompt)
 
 
 def _chunk(choice: dict[str, Any], **end: Any) -> Chunk:

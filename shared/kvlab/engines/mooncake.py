@@ -1,0 +1,252 @@
+"""Mooncake Store: a master that knows where objects are, and clients that hold and use them.
+
+    from kvlab.engines import mooncake
+
+    with mooncake.start() as master, master.client(segment_bytes=64 << 20) as store:
+        store.put("a", b"hello")
+        print(store.get("a"), store.replicas("a"))
+
+The master moves no bytes: clients lend memory (a *segment*) and copy from one another's, here over
+TCP. Checked against mooncake-transfer-engine 0.3.13.post1, whose flags `mooncake_master --help`
+lists. Master and metrics listen on loopback. A client's Transfer Engine listens on all interfaces,
+also when it is given 127.0.0.1: see `kvlab.engines.transfer_engine`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from kvlab import environments
+from kvlab.engines.process import Run
+from kvlab.engines.protocol import EngineError
+from kvlab.engines.server import Server
+from kvlab.engines.worker import Worker
+
+ENVIRONMENT = "vllm"
+"""Whose Python has mooncake: vLLM's environment, for its connectors use it too."""
+
+# mooncake-store/include/types.h, enum class ErrorCode: those that a client meets, and their cause.
+CODES = {
+    -103: "CLIENT_NOT_FOUND",
+    -200: "NO_AVAILABLE_HANDLE: no segment has room for it (eviction runs behind; try again)",
+    -600: "INVALID_PARAMS: an empty or too large value",
+    -703: "REPLICA_IS_NOT_READY",
+    -704: "OBJECT_NOT_FOUND",
+    -705: "OBJECT_ALREADY_EXISTS",
+    -706: "OBJECT_HAS_LEASE: somebody has read it just now",
+    -707: "LEASE_EXPIRED: it took longer to copy than it is kept for a reader",
+    -800: "TRANSFER_FAIL: whoever holds it does not answer",
+    -900: "RPC_FAIL: the master does not answer",
+    -901: "RPC_TIMEOUT: the master does not answer",
+}
+
+
+class StoreError(EngineError):
+    """The store refused; `code` is Mooncake's own."""
+
+    def __init__(self, what: str, code: int, log: Path) -> None:
+        super().__init__(f"{what}: {code}, {CODES.get(code, 'see types.h')}", log)
+        self.code = code
+
+
+def start(
+    *,
+    lease_ms: int = 2000,
+    soft_pin_ms: int = 1_800_000,
+    client_ttl_seconds: int = 10,
+    eviction_high_watermark: float = 0.9,
+    port: int | None = None,
+    deadline: float = 60,
+) -> Master:
+    """Start a master and return it when it answers.
+
+    lease_ms: how long an object stays for whoever has just read it; soft_pin_ms: how long a soft
+    pin holds; client_ttl_seconds: how long a silent client counts as alive; at which fill of the
+    segments the master begins to evict. `port` is that of its RPC. Raises EngineError.
+    """
+    return Master(
+        lease_ms=lease_ms,
+        soft_pin_ms=soft_pin_ms,
+        client_ttl_seconds=client_ttl_seconds,
+        eviction_high_watermark=eviction_high_watermark,
+        port=port,
+        deadline=deadline,
+    ).start()
+
+
+class Master(Server):
+    """The process that knows which client holds which object; `start` makes one."""
+
+    name = "Mooncake master"
+    _port_names = ("rpc", "http")
+    _health = "/health"
+    _metrics_prefix = "master_"
+
+    def __init__(
+        self,
+        *,
+        lease_ms: int,
+        soft_pin_ms: int,
+        client_ttl_seconds: int,
+        eviction_high_watermark: float,
+        port: int | None,
+        deadline: float,
+    ) -> None:
+        super().__init__(port=port, deadline=deadline)
+        self._python = environments.python(ENVIRONMENT)
+        self._flags = [
+            f"--default_kv_lease_ttl={lease_ms}",
+            f"--default_kv_soft_pin_ttl={soft_pin_ms}",
+            f"--client_ttl={client_ttl_seconds}",
+            f"--eviction_high_watermark_ratio={eviction_high_watermark}",
+        ]
+
+    def _command(self) -> list[str]:
+        return [
+            *(str(self._python), "-m", "mooncake.cli"),
+            "--rpc_address=127.0.0.1",
+            f"--rpc_port={self.ports['rpc']}",
+            "--metrics_host=127.0.0.1",
+            f"--metrics_port={self.ports['http']}",
+            "--rpc_thread_num=2",
+            "--logtostderr=true",
+            "--enable_metric_reporting=false",
+            *self._flags,
+        ]
+
+    def _environment(self, folder: Path) -> dict[str, str]:
+        return environments.clean_variables(ENVIRONMENT, self._python) | {"TMPDIR": str(folder)}
+
+    def _is_ready(self, run: Run) -> bool:
+        return super()._is_ready(run) and self._listens(run, self.ports["rpc"])
+
+    @property
+    def address(self) -> str:
+        """host:port of its RPC, for clients and connectors."""
+        return f"127.0.0.1:{self.ports['rpc']}"
+
+    def client(
+        self, *, segment_bytes: int = 64 << 20, buffer_bytes: int = 16 << 20, deadline: float = 120
+    ) -> Store:
+        """Start a client in a process of its own.
+
+        It lends the store `segment_bytes` (0: it only uses the store), and copies through
+        `buffer_bytes`. Raises EngineError.
+        """
+        return Store(self, segment_bytes, buffer_bytes, deadline).start()
+
+
+class Replica(NamedTuple):
+    """Where one copy of an object lies."""
+
+    segment: str
+    """The `segment` of the client that holds it."""
+    bytes: int
+
+
+class Store(Worker):
+    """A client of the store; `Master.client` makes one.
+
+    stop() leaves as a client should; kill its process (`pid`), and it leaves as on a bad day: the
+    master learns of it after `client_ttl_seconds`.
+    """
+
+    name = "Mooncake client"
+    _program = "mooncake_store"
+    _environment_name = ENVIRONMENT
+
+    def __init__(
+        self, master: Master, segment_bytes: int, buffer_bytes: int, deadline: float
+    ) -> None:
+        super().__init__(f"with {segment_bytes >> 20} MiB", deadline=deadline)
+        self._master = master
+        self._bytes = {"segment_bytes": segment_bytes, "buffer_bytes": buffer_bytes}
+        self.segment = ""
+        """host:port, under which the master knows this client and what it holds."""
+
+    def start(self) -> Self:
+        """Start the client and join the store. Raises EngineError."""
+        if self.is_alive:
+            return self
+        if not self._master.is_alive:  # setup would try for a minute and a half
+            raise EngineError("The Mooncake master is stopped: restart() it first.")
+        super().start()
+        try:
+            code = self.call("setup", master=self._master.address, **self._bytes)
+            if code:
+                raise StoreError("The client could not join", code, self.log)
+            self.segment = self.call("name")
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def put(
+        self,
+        key: str,
+        value: bytes,
+        *,
+        replicas: int = 1,
+        segment: str = "",
+        soft_pin: bool = False,
+        hard_pin: bool = False,
+    ) -> None:
+        """Keep an object. One that is there already stays as it was, without an error.
+
+        `replicas` in different segments, fewer where there are fewer segments; `segment`: that of
+        the client on which it should lie. A soft pin makes eviction take others first, a hard pin
+        forbids it. Raises StoreError.
+        """
+        code = self.call(
+            "put",
+            key=key,
+            value=value,
+            replicas=replicas,
+            segment=segment,
+            soft_pin=soft_pin,
+            hard_pin=hard_pin,
+        )
+        self._checked(f"put {key!r}", code)
+
+    def put_many(self, values: dict[str, bytes]) -> None:
+        """Keep several objects with one call. Raises StoreError."""
+        self._checked("put_many", self.call("put_many", values=values))
+
+    def get(self, key: str) -> bytes | None:
+        """An object's bytes; None if there is none, or if whoever holds it does not answer.
+
+        It grants a lease: the object stays for `lease_ms` from now.
+        """
+        return self.call("get", key=key) or None
+
+    def get_many(self, keys: list[str]) -> list[bytes | None]:
+        return [value or None for value in self.call("get_many", keys=keys)]
+
+    def exists(self, key: str) -> bool:
+        """Whether the master knows such an object. It grants a lease, as get() does.
+
+        Raises StoreError, for "I do not know" is no answer to that.
+        """
+        return bool(self._checked(f"exists {key!r}", self.call("exists", keys=[key])[0]))
+
+    def size(self, key: str) -> int:
+        """Bytes of an object. Raises StoreError, -704 if there is none."""
+        return self._checked(f"size {key!r}", self.call("size", key=key))
+
+    def remove(self, key: str, *, force: bool = False) -> None:
+        """Remove an object; with `force`, also one with a lease. Raises StoreError."""
+        self._checked(f"remove {key!r}", self.call("remove", key=key, force=force))
+
+    def remove_all(self) -> int:
+        """Remove what has no lease; returns how many that were. Raises StoreError."""
+        return self._checked("remove_all", self.call("remove_all"))
+
+    def replicas(self, key: str) -> list[Replica]:
+        """Where an object lies; empty if the master knows none of that name."""
+        return [Replica(**found) for found in self.call("replicas", key=key)]
+
+    def _checked(self, what: str, code: Any) -> int:
+        if code < 0:
+            raise StoreError(what, int(code), self.log)
+        return int(code)
