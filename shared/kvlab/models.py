@@ -45,6 +45,16 @@ def get(name: str) -> Path:
     raise ModelError(f"No model is called {name!r}. There are {known}, and any hub id owner/model.")
 
 
+def folder(model: str | Path) -> Path:
+    """The folder of a model, by a name as `get` knows it or by its path. Raises ModelError."""
+    if isinstance(model, Path) or Path(model).is_dir() or model.startswith((".", "/", "~")):
+        place = Path(model).expanduser().resolve()
+        if not (place / "config.json").is_file():
+            raise ModelError(f"No model in {place}: there is no config.json.")
+        return place
+    return get(model)
+
+
 def damage(folder: Path, deep: bool = False) -> str:
     """What is wrong with a model that the course made; "" if nothing is.
 

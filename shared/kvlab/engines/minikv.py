@@ -46,9 +46,8 @@ def start(
     Raises EngineError where minikv says that something does not fit, and
     kvlab.models.ModelError if no model has that name.
     """
-    folder = model if isinstance(model, Path) else models.get(model)
     return MiniKV(
-        folder,
+        models.folder(model),
         dtype=dtype,
         block_size=block_size,
         kv_cache_memory_bytes=kv_cache_memory_bytes,

@@ -17,11 +17,15 @@ import math
 import operator
 import re
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Unpack, overload
 
-from kvlab import environments, paths
-from kvlab.engines.process import available_memory
+import msgspec
+import zmq
+
+from kvlab import environments, models, paths
+from kvlab.engines.process import Run, available_memory
 from kvlab.engines.protocol import (
     Chunk,
     Completion,
@@ -45,6 +49,8 @@ _THREADS = 1
 depend on the machine's cores; and several engines side by side do not fight for them."""
 
 
+_EVENTS = "kv-events"
+"""The socket through which vLLM tells its KV events."""
 _QUIET = {"VLLM_NO_USAGE_STATS": "1"}
 
 
@@ -75,6 +81,8 @@ def start(
     enable_prefix_caching: bool = True,
     enforce_eager: bool = True,
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs",
+    connector: Connector | None = None,
+    kv_events: bool = False,
     port: int | None = None,
     deadline: float = 300,
     extra_args: Sequence[str] = (),
@@ -85,8 +93,10 @@ def start(
     a tokenizer. The other arguments are vLLM's flags of the same name; they are always passed, so
     that what an engine counts is the same on a CPU and on a GPU. The KV cache has
     kv_cache_memory_bytes / (bytes of one block) blocks, or num_gpu_blocks_override; block 0 is
-    vLLM's null block and holds nothing. `deadline` is in seconds. `extra_args` go to the command
-    line as they are.
+    vLLM's null block and holds nothing. A connector moves KV out of the engine and in:
+    `kvlab.engines.vllm_connectors` and LMCache.connector() make some. With kv_events vLLM tells
+    of each block that its cache keeps or drops: see VLLM.kv_events. `deadline` is in seconds.
+    `extra_args` go to the command line as they are.
 
     Raises EngineError, before anything is started where that can be seen: the model is cut short,
     memory is too little, the port is taken; or when vLLM ends or is not ready in time.
@@ -105,10 +115,25 @@ def start(
         enable_prefix_caching=enable_prefix_caching,
         enforce_eager=enforce_eager,
         scheduling_policy=scheduling_policy,
+        connector=connector,
+        kv_events=kv_events,
         port=port,
         deadline=deadline,
         extra_args=extra_args,
     ).start()
+
+
+@dataclass(frozen=True)
+class Connector:
+    """What vLLM has to be started with to use a connector."""
+
+    config: dict[str, Any]
+    """The kv_transfer_config."""
+    environment: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+    """Files of the run's folder, which is where vLLM is started, and their text."""
+    ports: tuple[str, ...] = ()
+    """Environment variables that name a port: each start gets free ones."""
 
 
 class VLLMOptions(Options, total=False):
@@ -137,6 +162,8 @@ class VLLM(Server):
         enable_prefix_caching: bool,
         enforce_eager: bool,
         scheduling_policy: str,
+        connector: Connector | None,
+        kv_events: bool,
         port: int | None,
         deadline: float,
         extra_args: Sequence[str],
@@ -148,7 +175,7 @@ class VLLM(Server):
         self._python = environments.python("vllm")
         self.device = environments.device()
         """"cpu" or "cuda"."""
-        self.folder = _folder(model)
+        self.folder = models.folder(model)
         """The model's folder."""
         self.model = self.folder.name if isinstance(model, Path) or Path(model).is_dir() else model
         """The model's name, as metrics and requests have it."""
@@ -179,6 +206,20 @@ class VLLM(Server):
         ]
         if num_gpu_blocks_override is not None:
             self._flags += ["--num-gpu-blocks-override", str(num_gpu_blocks_override)]
+        self._connector = connector
+        if connector is not None:
+            self._flags += ["--kv-transfer-config", json.dumps(connector.config)]
+            self._port_names = ("http", *connector.ports)
+        self._event_line: zmq.Socket[bytes] | None = None
+        self._tells_events = kv_events
+        if kv_events:
+            events = {
+                "enable_kv_cache_events": True,
+                "publisher": "zmq",
+                # Relative: a socket in the run's folder, which is where vLLM is started.
+                "endpoint": f"ipc://{_EVENTS}",
+            }
+            self._flags += ["--kv-events-config", json.dumps(events)]
         if self.device == "cuda":
             # With the KV cache given in bytes this only says how much of the GPU must be free at
             # the start; the default of 0.92 would refuse a second engine beside the first.
@@ -222,10 +263,17 @@ class VLLM(Server):
             # vLLM renames its processes, and the library for that would write the new name over
             # the environment in /proc, where kvlab.supervisor.marked looks.
             "SPT_NOENV": "1",
+            # Whole hashes, and not 64 bits of them.
+            "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0",
             # Without a token nothing but a look: VLLM_SERVER_DEV_MODE opens more than a reset.
             token.VARIABLE: self._token,
             "PYTHONPATH": str(paths.ROOT / "shared"),  # kvlab.inside
         }
+        if self._connector is not None:
+            env |= self._connector.environment
+            env |= {name: str(self.ports[name]) for name in self._connector.ports}
+            for name, text in self._connector.files.items():
+                (folder / name).write_text(text)
         if self.device == "cpu":
             # "nobind" leaves threads to the kernel: with the default every engine on a machine
             # binds its thread to the same core.
@@ -235,6 +283,23 @@ class VLLM(Server):
                 # on a CPU that costs the first request 8 to 17 s and needs a C++ compiler.
                 env["TORCH_COMPILE_DISABLE"] = "1"
         return env
+
+    def _connect(self, run: Run) -> None:
+        super()._connect(run)
+        if self._tells_events:
+            # Before vLLM binds it: what is told before anyone listens is lost.
+            self._event_line = zmq.Context.instance().socket(zmq.SUB)
+            self._event_line.set(zmq.RCVHWM, 0)  # no limit
+            self._event_line.set(zmq.LINGER, 0)
+            self._event_line.subscribe(b"")
+            self._next_event = 0
+            self._event_line.connect(f"ipc://{run.folder / _EVENTS}")
+
+    def _disconnect(self) -> None:
+        super()._disconnect()
+        if self._event_line is not None:
+            self._event_line.close()
+            self._event_line = None
 
     def _explain(self, line: str) -> str | None:
         for pattern, sentence in _SENTENCES:
@@ -274,22 +339,26 @@ class VLLM(Server):
         """
 
         def one(item: Prompt) -> Completion:
-            body = self._body(
-                item, max_tokens, temperature, top_p, seed, stop, ignore_eos, cache_salt, priority
+            body = self.body(
+                item,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                seed=seed,
+                stop=stop,
+                ignore_eos=ignore_eos,
+                cache_salt=cache_salt,
+                priority=priority,
             )
-            with self._talking() as http:
-                answer = self._checked(http.post("/v1/completions", json=body)).json()
-            choice, usage = answer["choices"][0], answer["usage"]
-            return Completion(
-                text=choice["text"],
-                token_ids=choice["token_ids"],
-                logprobs=choice["logprobs"]["token_logprobs"],
-                prompt_tokens=usage["prompt_tokens"],
-                cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
-                finish_reason=choice["finish_reason"],
-            )
+            return completion(self.ask(body))
 
         return complete(prompt, one)
+
+    def ask(self, body: dict[str, Any]) -> dict[str, Any]:
+        """What POST /v1/completions answers to a body, as JSON. Raises EngineError."""
+        with self._talking() as http:
+            answer: dict[str, Any] = self._checked(http.post("/v1/completions", json=body)).json()
+        return answer
 
     def stream(
         self,
@@ -311,10 +380,22 @@ class VLLM(Server):
         """
         if not is_one(prompt):
             raise EngineError("stream() takes one prompt; generate() takes several.")
-        body = self._body(
-            prompt, max_tokens, temperature, top_p, seed, stop, ignore_eos, cache_salt, priority
+        body = self.body(
+            prompt,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            stop=stop,
+            ignore_eos=ignore_eos,
+            cache_salt=cache_salt,
+            priority=priority,
         )
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        yield from self.stream_of(body)
+
+    def stream_of(self, body: dict[str, Any]) -> Generator[Chunk]:
+        """What POST /v1/completions answers to a body, as it comes. Raises EngineError."""
+        body = body | {"stream": True, "stream_options": {"include_usage": True}}
         last: dict[str, Any] | None = None
         with self._talking() as http, http.stream("POST", "/v1/completions", json=body) as answer:
             for line in self._checked(answer).iter_lines():
@@ -339,18 +420,20 @@ class VLLM(Server):
                         cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
                     )
 
-    def _body(
+    def body(
         self,
         prompt: Prompt,
-        max_tokens: int,
-        temperature: float,
-        top_p: float,
-        seed: int | None,
-        stop: Sequence[str],
-        ignore_eos: bool,
-        cache_salt: str | None,
-        priority: int,
+        *,
+        max_tokens: int = 16,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
+        cache_salt: str | None = None,
+        priority: int = 0,
     ) -> dict[str, Any]:
+        """The body of a request to /v1/completions. Raises EngineError for what is no request."""
         if priority and self._policy != "priority":
             # vLLM would take it and pay no heed.
             raise EngineError(
@@ -401,6 +484,31 @@ class VLLM(Server):
                 return int(labels["num_gpu_blocks"])
         raise EngineError(f"{self.name} reports no vllm:cache_config_info", self.log)
 
+    def kv_events(self, wait: float = 0.5) -> list[dict[str, Any]]:
+        """What the cache has done since the last call, oldest first, as vLLM tells it.
+
+        Each is a dict with "type": "BlockStored" (block_hashes, parent_block_hash, token_ids,
+        block_size, medium, extra_keys), "BlockRemoved" (block_hashes, medium) or
+        "AllBlocksCleared", which comes with the step after a reset; hashes are bytes
+        (vllm/distributed/kv_events.py). Events come with the step that caused them, but through
+        another socket: the call ends when none has come for `wait` seconds.
+
+        Raises EngineError if vLLM was not started with kv_events=True, or if events were lost.
+        """
+        if not self._tells_events:
+            raise EngineError(f"{self.name} tells no events: start it with kv_events=True.")
+        if self._event_line is None:
+            raise EngineError(f"{self.name} is stopped. Start it again with restart().")
+        found = []
+        while self._event_line.poll(round(wait * 1000)):
+            _, number, packed = self._event_line.recv_multipart()
+            if int.from_bytes(number, "big") != self._next_event:
+                raise EngineError(f"{self.name}: events before number {number!r} were lost")
+            self._next_event += 1
+            _, events, *_ = msgspec.msgpack.decode(packed)
+            found += events
+        return found
+
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks. Returns False, and forgets none, while requests hold any."""
         with self._talking() as http:
@@ -435,6 +543,19 @@ _SENTENCES = [
 ]
 
 
+def completion(answer: dict[str, Any]) -> Completion:
+    """What /v1/completions answered, in the course's terms."""
+    choice, usage = answer["choices"][0], answer["usage"]
+    return Completion(
+        text=choice["text"],
+        token_ids=choice["token_ids"],
+        logprobs=choice["logprobs"]["token_logprobs"],
+        prompt_tokens=usage["prompt_tokens"],
+        cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
+        finish_reason=choice["finish_reason"],
+    )
+
+
 def _chunk(choice: dict[str, Any], **end: Any) -> Chunk:
     logprobs = choice.get("logprobs") or {"token_logprobs": []}
     return Chunk(choice["text"], choice["token_ids"], logprobs["token_logprobs"], **end)
@@ -442,18 +563,6 @@ def _chunk(choice: dict[str, Any], **end: Any) -> Chunk:
 
 def _gib(count: int) -> str:
     return f"{count / (1 << 30):.1f} GiB"
-
-
-def _folder(model: str | Path) -> Path:
-    """The model's folder by its name or path."""
-    if isinstance(model, Path) or Path(model).is_dir() or model.startswith((".", "/", "~")):
-        folder = Path(model).expanduser().resolve()
-        if not (folder / "config.json").is_file():
-            raise EngineError(f"No model in {folder}: there is no config.json.")
-        return folder
-    from kvlab import models
-
-    return models.get(model)
 
 
 def _weights(folder: Path) -> int:

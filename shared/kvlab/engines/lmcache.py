@@ -1,0 +1,157 @@
+"""LMCache's server: KV that outlives the engine that computed it, in host memory and on disk.
+
+    from kvlab.engines import lmcache, vllm
+
+    with lmcache.start() as cache:
+        with vllm.start(connector=cache.connector()) as engine:
+            engine.generate(prompt)
+
+The server is a process of its own (LMCache calls it MP mode); engines speak with it through
+ZeroMQ on a loopback port, this module through HTTP. KV is kept in *chunks* of whole blocks: in
+host memory (L1) and, if a folder is given, in files (L2). Checked against LMCache 0.5.6, whose
+flags `lmcache server --help` lists.
+
+Neither port asks for a token: whoever can reach this machine's loopback can read the cache and
+clear it. The scripts that its HTTP side could run stay off, as they are by default.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from kvlab import environments
+from kvlab.engines.process import Run
+from kvlab.engines.protocol import EngineError
+from kvlab.engines.server import Server
+from kvlab.engines.vllm import Connector
+
+ENVIRONMENT = "vllm"
+"""Whose Python has lmcache: vLLM's environment, for its connector uses it too."""
+
+_QUIET = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1"}
+
+
+def start(
+    *,
+    chunk_size: int = 128,
+    memory_bytes: int = 512 << 20,
+    folder: Path | None = None,
+    port: int | None = None,
+    deadline: float = 180,
+) -> LMCache:
+    """Start a server and return it when it answers.
+
+    chunk_size: tokens of a chunk, a multiple of the engine's block size; memory_bytes: of L1;
+    folder: where L2 keeps its files, which stay when the server stops (None: no L2). `port` is
+    the one that engines use. Raises EngineError, or kvlab.environments.EnvironmentMissing.
+    """
+    return LMCache(
+        chunk_size=chunk_size,
+        memory_bytes=memory_bytes,
+        folder=folder,
+        port=port,
+        deadline=deadline,
+    ).start()
+
+
+class LMCache(Server):
+    """An LMCache server; `start` makes one."""
+
+    name = "LMCache"
+    _port_names = ("zmq", "http")
+    _health = "/healthcheck"
+    _metrics_prefix = "lmcache_"
+
+    def __init__(
+        self,
+        *,
+        chunk_size: int,
+        memory_bytes: int,
+        folder: Path | None,
+        port: int | None,
+        deadline: float,
+    ) -> None:
+        super().__init__(f"with {memory_bytes >> 20} MiB", port=port, deadline=deadline)
+        self._python = environments.python(ENVIRONMENT)
+        self.chunk_size = chunk_size
+        self.folder = folder
+        self._flags = [
+            *("--chunk-size", str(chunk_size)),
+            *("--l1-size-gb", str(memory_bytes / (1 << 30))),
+            *("--eviction-policy", "LRU"),
+        ]
+        if folder is not None:
+            adapter = {"type": "fs", "base_path": str(folder.expanduser().absolute())}
+            self._flags += ["--l2-adapter", json.dumps(adapter)]
+
+    def _command(self) -> list[str]:
+        return [
+            *(str(self._python.with_name("lmcache")), "server"),
+            *("--host", "127.0.0.1", "--port", str(self.ports["zmq"])),
+            *("--http-host", "127.0.0.1", "--http-port", str(self.ports["http"])),
+            # Both ways in which an engine can hand over its KV: see connector().
+            *("--supported-transfer-mode", "auto"),
+            *self._flags,
+        ]
+
+    def _environment(self, folder: Path) -> dict[str, str]:
+        return environments.clean_variables(ENVIRONMENT, self._python) | {
+            "TMPDIR": str(folder),
+            **_QUIET,
+        }
+
+    def _is_ready(self, run: Run) -> bool:
+        return super()._is_ready(run) and self._listens(run, self.ports["zmq"])
+
+    # What it is for.
+
+    def connector(
+        self, mode: Literal["engine_driven", "lmcache_driven"] = "engine_driven"
+    ) -> Connector:
+        """What makes vLLM use this server.
+
+        Who copies: the engine, or the server out of memory that both share.
+        """
+        if not self.is_alive:
+            raise EngineError(f"{self.name} is stopped. Start it again with restart().")
+        return Connector(
+            {
+                "kv_connector": "LMCacheMPConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {
+                    "lmcache.mp.host": "tcp://127.0.0.1",
+                    "lmcache.mp.port": self.ports["zmq"],
+                    "lmcache.mp.mp_transfer_mode": mode,
+                },
+            },
+            environment=_QUIET,
+        )
+
+    # What is known about it.
+
+    def status(self) -> dict[str, Any]:
+        """What it says of its parts: L1, L2 adapters, sessions."""
+        found: dict[str, Any] = self._get("/status")
+        return found
+
+    def config(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._get("/config")
+        return found
+
+    def objects(self) -> list[dict[str, Any]]:
+        """The objects in L2. Raises EngineError where there is no L2."""
+        found: list[dict[str, Any]] = []
+        token = ""
+        while True:
+            page = self._get("/cache/objects", **({"page_token": token} if token else {}))
+            found += page["entries"]
+            token = page["next_page_token"]
+            if not token:
+                return found
+
+    def clear(self) -> None:
+        """Empty L1, but for what is in use; L2 keeps its files."""
+        with self._talking() as http:
+            self._checked(http.post("/cache/clear"))

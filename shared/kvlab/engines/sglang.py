@@ -1,0 +1,458 @@
+"""SGLang's server as an engine, with its radix tree and, where wanted, HiCache's tiers below.
+
+    from kvlab.engines import sglang
+
+    with sglang.start("smollm2-135m") as engine:
+        print(engine.generate("The capital of France is", max_tokens=8).text)
+        print(engine.cached_by_tier("The capital of France is"))
+
+Checked against SGLang 0.5.23 (srt/entrypoints/http_server.py, srt/managers/io_struct.py and
+srt/arg_groups/fields). On a CPU the same wheel runs with stand-ins for a few copy kernels that
+exist for CUDA only (kvlab/inside/sglang_cpu): scheduler, radix tree and tiers are the real ones,
+speed says nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import re
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Unpack, overload
+
+from kvlab import environments, models, paths
+from kvlab.engines.mooncake import Master
+from kvlab.engines.process import available_memory
+from kvlab.engines.protocol import (
+    Chunk,
+    Completion,
+    EngineError,
+    Options,
+    Prompt,
+    Prompts,
+    complete,
+    is_one,
+)
+from kvlab.engines.server import Server
+
+ENVIRONMENT = "sglang"
+
+_OVERHEAD = 2 << 30
+"""Bytes of main memory that its three processes take on a CPU besides weights and KV."""
+
+
+@dataclass(frozen=True)
+class HiCache:
+    """Tiers below the radix tree of the device: L2 in host memory, and L3 if one is named."""
+
+    ratio: float = 2.0
+    """Tokens of L2 for each token of the device."""
+    write_policy: Literal["write_through", "write_through_selective", "write_back"] = (
+        "write_through"
+    )
+    folder: Path | None = None
+    """L3 in files of this folder, which stay."""
+    master: Master | None = None
+    """L3 in a Mooncake Store; SGLang lends it `segment_bytes`."""
+    segment_bytes: int = 64 << 20
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """Where the cached tokens of a prompt came from."""
+
+    device: int
+    host: int
+    storage: int
+
+    @property
+    def total(self) -> int:
+        return self.device + self.host + self.storage
+
+
+class Native(Server):
+    """What speaks SGLang's own POST /generate: SGLang, and the router in front of it."""
+
+    @overload
+    def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion: ...
+    @overload
+    def generate(self, prompt: Prompts, **options: Unpack[Options]) -> list[Completion]: ...
+    def generate(
+        self,
+        prompt: Prompt | Prompts,
+        *,
+        max_tokens: int = 16,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        ignore_eos: bool = False,
+        cache_salt: str | None = None,
+    ) -> Completion | list[Completion]:
+        """Complete one prompt, or several at the same time.
+
+        A prompt is text or a list of token ids; a list of prompts gives a list of completions in
+        the same order. temperature 0 is greedy. Requests with the same `cache_salt` share cached
+        KV, with different ones they do not. Raises EngineError.
+        """
+
+        def one(item: Prompt) -> Completion:
+            body = self.body(
+                item,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                seed=seed,
+                stop=stop,
+                ignore_eos=ignore_eos,
+                cache_salt=cache_salt,
+            )
+            return _completion(self.ask(body))
+
+        return complete(prompt, one)
+
+    def ask(self, body: dict[str, Any]) -> dict[str, Any]:
+        """What POST /generate answers to a body, as JSON. Raises EngineError."""
+        with self._talking() as http:
+            answer: dict[str, Any] = self._checked(http.post("/generate", json=body)).json()
+        return answer
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int = 16,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        ignore_eos: bool = False,
+        cache_salt: str | None = None,
+    ) -> Generator[Chunk]:
+        """Complete one prompt and yield what comes as it comes; arguments as in generate().
+
+        The request is sent with the first next(). Closing the generator early closes the
+        connection, and SGLang aborts the request.
+        """
+        if not is_one(prompt):
+            raise EngineError("stream() takes one prompt; generate() takes several.")
+        body = self.body(
+            prompt,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            stop=stop,
+            ignore_eos=ignore_eos,
+            cache_salt=cache_salt,
+        )
+        with (
+            self._talking() as http,
+            http.stream("POST", "/generate", json=body | {"stream": True}) as answer,
+        ):
+            for line in self._checked(answer).iter_lines():
+                data = line.removeprefix("data: ")
+                if data == line or data == "[DONE]":
+                    continue
+                event = json.loads(data)
+                if "error" in event:
+                    raise self._refused(data)
+                yield _chunk(event)
+
+    def body(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int = 16,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        ignore_eos: bool = False,
+        cache_salt: str | None = None,
+    ) -> dict[str, Any]:
+        """The body of a request to /generate. Raises EngineError for what is no request."""
+        sampling: dict[str, Any] = {
+            "max_new_tokens": max_tokens,
+            "temperature": temperature,
+            "top_p": top_p,
+            "stop": [stop] if isinstance(stop, str) else list(stop),
+            "ignore_eos": ignore_eos,
+        }
+        if seed is not None:
+            sampling["sampling_seed"] = seed
+        body: dict[str, Any] = {"sampling_params": sampling, "return_logprob": True}
+        if isinstance(prompt, str):
+            body["text"] = prompt
+        else:
+            body["input_ids"] = [operator.index(token) for token in prompt]
+        if cache_salt is not None:
+            body["cache_salt"] = cache_salt
+        try:
+            json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+        except (TypeError, ValueError) as error:
+            raise EngineError(f"{self.name} cannot be asked that: {error}.") from None
+        return body
+
+
+def start(
+    model: str | Path = "smollm2-135m",
+    *,
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32",
+    page_size: int = 16,
+    max_total_tokens: int = 2048,
+    max_model_len: int = 1024,
+    chunked_prefill_size: int = 1024,
+    max_running_requests: int = 16,
+    schedule_policy: Literal["lpm", "fcfs", "dfs-weight", "lof", "random"] = "fcfs",
+    hicache: HiCache | None = None,
+    disaggregation: Literal["prefill", "decode"] | None = None,
+    port: int | None = None,
+    deadline: float = 300,
+    extra_args: Sequence[str] = (),
+) -> SGLang:
+    """Start SGLang on this machine's CPU or GPU and return it when it is ready.
+
+    `model` is a name that `kvlab.models.get` knows, or a folder. The other arguments are SGLang's
+    flags of the same name (max_model_len: --context-length); they are always passed, so that what
+    an engine counts is the same on a CPU and on a GPU. The KV pool of the device has
+    max_total_tokens tokens, in pages of page_size. schedule_policy: which of the waiting requests
+    goes first; "lpm" is the one with the longest cached prefix. `disaggregation` makes it one side
+    of a pair: see `kvlab.engines.router.start_pair`. `deadline` is in seconds.
+
+    Raises EngineError, kvlab.models.ModelError if no model has that name or it cannot be had,
+    kvlab.environments.EnvironmentMissing if SGLang is not installed.
+    """
+    return SGLang(
+        model,
+        dtype=dtype,
+        page_size=page_size,
+        max_total_tokens=max_total_tokens,
+        max_model_len=max_model_len,
+        chunked_prefill_size=chunked_prefill_size,
+        max_running_requests=max_running_requests,
+        schedule_policy=schedule_policy,
+        hicache=hicache,
+        disaggregation=disaggregation,
+        port=port,
+        deadline=deadline,
+        extra_args=extra_args,
+    ).start()
+
+
+class SGLang(Native):
+    """An SGLang server; `start` makes one. Its processes end with stop() or its `with` block."""
+
+    name = "SGLang"
+    _metrics_prefix = "sglang:"
+    _health = "/health"
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        dtype: str,
+        page_size: int,
+        max_total_tokens: int,
+        max_model_len: int,
+        chunked_prefill_size: int,
+        max_running_requests: int,
+        schedule_policy: str,
+        hicache: HiCache | None,
+        disaggregation: str | None,
+        port: int | None,
+        deadline: float,
+        extra_args: Sequence[str],
+    ) -> None:
+        if isinstance(extra_args, str):
+            raise EngineError("extra_args is a list of words, not one text: use text.split().")
+        self._python = environments.python(ENVIRONMENT)
+        self.device = environments.device()
+        """"cpu" or "cuda"."""
+        self.folder = models.folder(model)
+        """The model's folder."""
+        self.model = self.folder.name if isinstance(model, Path) or Path(model).is_dir() else model
+        super().__init__(f"with {self.model}", port=port, deadline=deadline)
+        self._hicache = hicache
+        self._flags = [
+            *("--dtype", dtype),
+            *("--page-size", str(page_size)),
+            *("--max-total-tokens", str(max_total_tokens)),
+            *("--context-length", str(max_model_len)),
+            *("--chunked-prefill-size", str(chunked_prefill_size)),
+            *("--max-running-requests", str(max_running_requests)),
+            *("--schedule-policy", schedule_policy),
+            *("--random-seed", "0"),
+            "--enable-metrics",
+            "--enable-cache-report",  # cached_tokens in the answers
+            "--incremental-streaming-output",
+            "--skip-server-warmup",  # its requests would be in the cache, and in the counts
+        ]
+        if self.device == "cpu":
+            self._flags += [
+                *("--device", "cpu"),
+                *("--attention-backend", "torch_native"),
+                *("--mem-fraction-static", "0.1"),
+            ]
+        if hicache is not None:
+            self._flags += _tiers(hicache)
+        if disaggregation is not None:
+            self._port_names = ("http", "bootstrap")
+            self._flags += [
+                *("--disaggregation-mode", disaggregation),
+                *("--disaggregation-transfer-backend", "mooncake_tcp"),
+            ]
+        self._disaggregation = disaggregation
+        self._extra_args = list(extra_args)
+
+    # What System asks for.
+
+    def _check_room(self) -> None:
+        free = available_memory()
+        if self.device == "cpu" and free < _OVERHEAD:
+            raise EngineError(
+                f"{self.name} needs about {_OVERHEAD / (1 << 30):.0f} GiB of memory, and "
+                f"{free / (1 << 30):.1f} GiB are free. Stop other engines and kernels."
+            )
+
+    def _command(self) -> list[str]:
+        # On a CPU the same server, with the stand-ins put in place first.
+        module = (
+            "kvlab.inside.sglang_cpu.launch" if self.device == "cpu" else "sglang.launch_server"
+        )
+        command = [
+            *(str(self._python), "-m", module, "--config", _SETTINGS),
+            *("--model-path", str(self.folder), "--served-model-name", self.model),
+            *("--host", "127.0.0.1", "--port", str(self.port)),
+            *self._flags,
+        ]
+        if self._disaggregation is not None:
+            command += ["--disaggregation-bootstrap-port", str(self.ports["bootstrap"])]
+        return command + self._extra_args
+
+    def _environment(self, folder: Path) -> dict[str, str]:
+        # In a file that only this user can read: everybody sees a command line.
+        (folder / _SETTINGS).write_text(f"api-key: {self._token}\n")
+        env = environments.clean_variables(ENVIRONMENT, self._python) | {
+            "TMPDIR": str(folder),
+            "PYTHONPATH": str(paths.ROOT / "shared"),  # kvlab.inside
+            # GET /health would generate a token, which the counters count.
+            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+            # The library that renames its processes would write over /proc/PID/environ, where
+            # kvlab.supervisor.marked looks.
+            "SPT_NOENV": "1",
+        }
+        if self.device == "cpu":
+            env |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+        if self._hicache is not None and self._hicache.folder is not None:
+            place = str(self._hicache.folder.expanduser().absolute())
+            env["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = place
+        return env
+
+    def _explain(self, line: str) -> str | None:
+        for pattern, sentence in _SENTENCES:
+            if re.search(pattern, line):
+                return sentence
+        return None
+
+    # The engine.
+
+    def cached_by_tier(self, prompt: Prompt, **options: Unpack[Options]) -> Tiers:
+        """Complete a prompt, and say from which tier its cached tokens came."""
+        found = self.ask(self.body(prompt, **options))["meta_info"]
+        details = found.get("cached_tokens_details") or {"device": found["cached_tokens"]}
+        return Tiers(
+            device=int(details.get("device", 0)),
+            host=int(details.get("host", 0)),
+            storage=int(details.get("storage", 0)),
+        )
+
+    def info(self) -> dict[str, Any]:
+        """What the server says of its settings and its state."""
+        found: dict[str, Any] = self._get("/server_info")
+        return found
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached KV of device and host. Returns False, and forgets none, while
+        requests run or wait. What is in storage (L3) stays."""
+        with self._talking() as http:
+            return http.post("/flush_cache").status_code == 200
+
+
+def _tiers(hicache: HiCache) -> list[str]:
+    flags = [
+        "--enable-hierarchical-cache",
+        *("--hicache-ratio", str(hicache.ratio)),
+        *("--hicache-write-policy", hicache.write_policy),
+        *("--hicache-io-backend", "direct"),
+        *("--hicache-mem-layout", "page_first_direct"),
+        *("--hicache-storage-prefetch-policy", "wait_complete"),
+    ]
+    if hicache.folder is not None and hicache.master is not None:
+        raise EngineError("HiCache has one L3: a folder or a Mooncake Store.")
+    if hicache.folder is not None:
+        flags += ["--hicache-storage-backend", "file"]
+    if hicache.master is not None:
+        extra = {
+            "master_server_address": hicache.master.address,
+            "local_hostname": "127.0.0.1",
+            "metadata_server": "P2PHANDSHAKE",
+            "global_segment_size": hicache.segment_bytes,
+            "protocol": "tcp",
+            "device_name": "",
+        }
+        flags += ["--hicache-storage-backend", "mooncake"]
+        flags += ["--hicache-storage-backend-extra-config", json.dumps(extra)]
+    return flags
+
+
+_SETTINGS = "settings.yaml"
+_SENTENCES = [
+    (
+        r"Not enough memory|CUDA out of memory",
+        "Memory is too little: stop other engines and kernels, or give a smaller max_total_tokens.",
+    ),
+    (
+        r"ModuleNotFoundError: No module named",
+        "SGLang's environment is damaged: `kvlab engines remove sglang`, then "
+        "`kvlab engines install sglang`.",
+    ),
+    (r"unrecognized arguments", "This SGLang does not know a flag that it was given."),
+]
+
+
+def _tokens(answer: dict[str, Any]) -> tuple[list[int], list[float]]:
+    """Ids and log-probabilities of the new tokens: [[logprob, id, text or None], ...]."""
+    pairs = answer["meta_info"].get("output_token_logprobs") or []
+    return [pair[1] for pair in pairs], [pair[0] for pair in pairs]
+
+
+def _completion(answer: dict[str, Any]) -> Completion:
+    found = answer["meta_info"]
+    token_ids, logprobs = _tokens(answer)
+    return Completion(
+        text=answer["text"],
+        token_ids=token_ids,
+        logprobs=logprobs,
+        prompt_tokens=found["prompt_tokens"],
+        cached_tokens=found["cached_tokens"],
+        finish_reason=found["finish_reason"]["type"],
+    )
+
+
+def _chunk(event: dict[str, Any]) -> Chunk:
+    found = event["meta_info"]
+    token_ids, logprobs = _tokens(event)
+    ended = found["finish_reason"]
+    if ended is None:
+        return Chunk(event["text"], token_ids, logprobs)
+    return Chunk(
+        event["text"],
+        token_ids,
+        logprobs,
+        finish_reason=ended["type"],
+        prompt_tokens=found["prompt_tokens"],
+        cached_tokens=found["cached_tokens"],
+    )

@@ -1,0 +1,105 @@
+"""Connectors for vLLM: what `vllm.start(connector=...)` takes.
+
+A connector looks, when a request is admitted, how much of its KV it has; brings that in; and takes
+out what the pass has computed. `kvlab.engines.lmcache.LMCache.connector` makes one more.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from kvlab import environments
+from kvlab.engines.mooncake import Master
+from kvlab.engines.protocol import EngineError
+from kvlab.engines.vllm import Connector
+
+_OWN = "kvlab.inside.connectors"
+
+
+def to_disk(folder: Path) -> Connector:
+    """vLLM's own ExampleConnector: a folder of safetensors, one for each prompt.
+
+    It finds whole prompts, not beginnings of them, and is what its name says.
+    """
+    return Connector(
+        {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": str(folder.absolute())},
+        }
+    )
+
+
+def to_host(memory_bytes: int) -> Connector:
+    """vLLM's OffloadingConnector: blocks that the engine's cache drops stay in host memory.
+
+    On a CPU its worker is the course's own (kvlab/inside/connectors/host_memory.py).
+    """
+    extra: dict[str, Any] = {"cpu_bytes_to_use": memory_bytes}
+    if environments.device() == "cpu":
+        extra |= {"spec_name": "HostMemorySpec", "spec_module_path": f"{_OWN}.host_memory"}
+    return Connector(
+        {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        }
+    )
+
+
+def to_store(master: Master) -> Connector:
+    """The course's own connector over a Mooncake Store: kvlab/inside/connectors/block_store.py.
+
+    The store needs a client that lends it memory. Blocks that do not come are computed.
+    """
+    return Connector(
+        {
+            "kv_connector": "BlockStoreConnector",
+            "kv_connector_module_path": f"{_OWN}.block_store",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"master": _address(master)},
+        }
+    )
+
+
+def to_mooncake(master: Master, *, segment_bytes: int = 0) -> Connector:
+    """vLLM's own MooncakeStoreConnector.
+
+    vLLM's worker lends the store segment_bytes; with 0 some other client has to.
+    """
+    config = {
+        "metadata_server": "P2PHANDSHAKE",
+        "master_server_address": _address(master),
+        "global_segment_size": segment_bytes,
+        "local_buffer_size": 64 << 20,
+        "protocol": "tcp",
+        "device_name": "",
+        "mode": "embedded" if segment_bytes else "standalone-store",
+    }
+    return Connector(
+        {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"},
+        environment={"MOONCAKE_CONFIG_PATH": "mooncake.json"},
+        files={"mooncake.json": json.dumps(config)},
+    )
+
+
+def over_nixl() -> Connector:
+    """vLLM's NixlConnector: KV straight from one vLLM's memory into another's (kvlab.engines.pd).
+
+    NIXL moves bytes with UCX, here over loopback TCP.
+    """
+    config: dict[str, Any] = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    environment = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
+    if environments.device() == "cpu":
+        config["kv_buffer_device"] = "cpu"
+        environment |= {"UCX_NET_DEVICES": "lo", "UCX_TLS": "tcp,sm,self"}
+    return Connector(config, environment=environment, ports=("VLLM_NIXL_SIDE_CHANNEL_PORT",))
+
+
+def _address(master: Master) -> str:
+    if not master.is_alive:
+        raise EngineError("The Mooncake master is stopped: restart() it first.")
+    return master.address

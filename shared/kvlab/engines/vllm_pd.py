@@ -1,0 +1,124 @@
+"""Prefill in one vLLM, decode in another: KV goes from memory to memory through NIXL.
+
+    from kvlab.engines import vllm_pd
+
+    with vllm_pd.start("tiny-random") as pair:
+        print(pair.generate([5, 6, 7] * 100, max_tokens=8).token_ids)
+        print(pair.decode.counters())
+
+The client carries the handoff: it sends the prompt to the prefill side with max_tokens 1, gets
+back where the KV lies, and sends both to the decode side, which fetches the KV and goes on.
+Checked against vLLM 0.32.0 (distributed/kv_transfer/kv_connector/v1/nixl).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any, Self, Unpack, overload
+
+from kvlab.engines import vllm
+from kvlab.engines.protocol import Chunk, Completion, EngineError, Prompt, Prompts, complete, is_one
+from kvlab.engines.vllm import VLLM, VLLMOptions
+from kvlab.engines.vllm_connectors import over_nixl
+
+# What the prefill side is asked to do; it fills in the rest.
+_PREFILL = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+def start(model: str | Path = "smollm2-135m", **settings: Any) -> VLLMPair:
+    """Start two servers; `settings` are those of `vllm.start`, the same for both.
+
+    Raises what `vllm.start` raises; nothing is left then.
+    """
+    prefill = vllm.start(model, connector=over_nixl(), **settings)
+    try:
+        decode = vllm.start(model, connector=over_nixl(), **settings)
+    except BaseException:
+        prefill.stop()
+        raise
+    return VLLMPair(prefill, decode)
+
+
+class VLLMPair:
+    """A prefill and a decode server as one engine; `start` makes one."""
+
+    name = "vLLM pair"
+
+    def __init__(self, prefill: VLLM, decode: VLLM) -> None:
+        self.prefill = prefill
+        self.decode = decode
+
+    @property
+    def is_alive(self) -> bool:
+        return self.prefill.is_alive and self.decode.is_alive
+
+    def _handed_over(self, prompt: Prompt, options: VLLMOptions) -> dict[str, Any]:
+        """Prefill the prompt; the decode side's request, with where its KV lies."""
+        body = self.decode.body(prompt, **options)
+        answer = self.prefill.ask(body | {"max_tokens": 1, "kv_transfer_params": _PREFILL})
+        if not answer.get("kv_transfer_params"):
+            raise EngineError("The prefill side said nothing of its KV.", self.prefill.log)
+        return body | {"kv_transfer_params": answer["kv_transfer_params"]}
+
+    @overload
+    def generate(self, prompt: Prompt, **options: Unpack[VLLMOptions]) -> Completion: ...
+    @overload
+    def generate(self, prompt: Prompts, **options: Unpack[VLLMOptions]) -> list[Completion]: ...
+    def generate(
+        self, prompt: Prompt | Prompts, **options: Unpack[VLLMOptions]
+    ) -> Completion | list[Completion]:
+        """Complete one prompt, or several at the same time; options as `VLLM.generate` has them.
+
+        cached_tokens is what the decode side says, and it counts its own cache alone (0.32.0):
+        how much came from the prefill side, its metrics say (external_prefix_cache_hits_total).
+        """
+        return complete(
+            prompt,
+            lambda item: vllm.completion(self.decode.ask(self._handed_over(item, options))),
+        )
+
+    def stream(self, prompt: Prompt, **options: Unpack[VLLMOptions]) -> Generator[Chunk]:
+        """Complete one prompt and yield what comes as it comes; all of it from the decode side."""
+        if not is_one(prompt):
+            raise EngineError("stream() takes one prompt; generate() takes several.")
+        yield from self.decode.stream_of(self._handed_over(prompt, options))
+
+    def metrics(self) -> dict[str, float]:
+        """The metrics of both sides, each name with the side before it: "decode vllm:..."."""
+        return {
+            f"{side} {name}": value
+            for side, server in (("prefill", self.prefill), ("decode", self.decode))
+            for name, value in server.metrics().items()
+        }
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached blocks on both sides; False if one of them holds some."""
+        return self.prefill.reset_prefix_cache() and self.decode.reset_prefix_cache()
+
+    def restart(self) -> Self:
+        self.stop()
+        try:
+            self.prefill.start()
+            self.decode.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def stop(self) -> None:
+        self.prefill.stop()
+        self.decode.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
