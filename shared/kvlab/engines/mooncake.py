@@ -17,6 +17,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+import psutil
+
 from kvlab import environments
 from kvlab.engines.process import Run
 from kvlab.engines.protocol import EngineError
@@ -140,8 +142,8 @@ class Master(Server):
 class Replica(NamedTuple):
     """Where one copy of an object lies."""
 
-    segment: str
-    """The `segment` of the client that holds it."""
+    endpoint: str
+    """The `endpoint` of the client that holds it."""
     bytes: int
 
 
@@ -163,7 +165,9 @@ class Store(Worker):
         self._master = master
         self._bytes = {"segment_bytes": segment_bytes, "buffer_bytes": buffer_bytes}
         self.segment = ""
-        """host:port, under which the master knows this client and what it holds."""
+        """host:port, under which put() and the master know what this client lends."""
+        self.endpoint = ""
+        """host:port at which its bytes are read and written; replicas() names it."""
 
     def start(self) -> Self:
         """Start the client and join the store. Raises EngineError."""
@@ -177,10 +181,18 @@ class Store(Worker):
             if code:
                 raise StoreError("The client could not join", code, self.log)
             self.segment = self.call("name")
+            self.endpoint = self._data_endpoint()
         except BaseException:
             self.stop()
             raise
         return self
+
+    def _data_endpoint(self) -> str:
+        """Where its Transfer Engine listens: Mooncake tells it of an object's replicas only."""
+        for connection in psutil.Process(self.pid).net_connections("tcp4"):
+            if connection.status == "LISTEN":
+                return f"127.0.0.1:{connection.laddr.port}"
+        return ""
 
     def put(
         self,

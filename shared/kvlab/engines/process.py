@@ -516,6 +516,15 @@ class System:
             raise EngineError(f"{self.name} was not started")
         return self._run
 
+    def _has_ended(self) -> bool:
+        """Whether it ends within ten seconds: what it speaks through breaks some moments before
+        its process is gone, and one whose inner process died takes longer (vLLM looks every five
+        seconds)."""
+        until = time.monotonic() + 10
+        while self.is_alive and time.monotonic() < until:
+            time.sleep(0.05)
+        return not self.is_alive
+
     def _ended(self, when: str) -> EngineError:
         """The error for a system whose main process is gone; cleans up after it."""
         run = self._begun

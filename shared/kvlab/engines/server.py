@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -86,12 +85,7 @@ class Server(System):
                 self.log,
             ) from None
         except httpx.TransportError as error:
-            # A connection breaks some moments before its process is gone; a server that closes
-            # because an inner process died takes longer (vLLM looks every five seconds).
-            until = time.monotonic() + 10
-            while self.is_alive and time.monotonic() < until:
-                time.sleep(0.05)
-            if not self.is_alive:
+            if self._has_ended():
                 raise self._ended("ended while it was asked") from None
             raise EngineError(
                 f"{self.name} broke off the connection ({error}). Its log: {self.log}", self.log

@@ -43,15 +43,16 @@ class Worker(System):
 
     def __init__(self, of: str = "", *, deadline: float = 120) -> None:
         super().__init__(of, deadline=deadline)
-        self._python = environments.python(self._environment_name)
         self._socket: socket.socket | None = None
         self._calling = threading.Lock()
 
     def _command(self) -> list[str]:
-        return [str(self._python), "-P", "-m", f"kvlab.inside.{self._program}"]
+        python = environments.python(self._environment_name)
+        return [str(python), "-P", "-m", f"kvlab.inside.{self._program}"]
 
     def _environment(self, folder: Path) -> dict[str, str]:
-        return environments.clean_variables(self._environment_name, self._python) | {
+        python = environments.python(self._environment_name)
+        return environments.clean_variables(self._environment_name, python) | {
             "TMPDIR": str(folder),
             "PYTHONPATH": str(paths.ROOT / "shared"),  # kvlab.inside
         }
@@ -96,8 +97,15 @@ class Worker(System):
                     f"stopped. restart() starts it anew. Its log: {self.log}",
                     self.log,
                 ) from None
-            except (OSError, EOFError, json.JSONDecodeError):
-                raise self._ended(f"ended during {function}") from None
+            except (OSError, EOFError, json.JSONDecodeError) as error:
+                if self._has_ended():
+                    raise self._ended(f"ended during {function}") from None
+                self.stop()
+                raise EngineError(
+                    f"{self.name} broke off during {function} ({error}) and was stopped. "
+                    f"Its log: {self.log}",
+                    self.log,
+                ) from error
             except BaseException:  # Ctrl-C: as with an answer that comes late
                 self.stop()
                 raise

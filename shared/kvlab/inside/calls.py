@@ -1,7 +1,7 @@
 """Calls between a notebook's process and a program under an engine's own Python.
 
-A message is a line of JSON. Bytes in it stand as {"base64": "..."}: nothing that comes through a
-socket is ever unpickled. Standard library only: this runs under every Python of the course.
+A message is a line of JSON, with bytes as base64: nothing that comes through a socket is ever
+unpickled. Standard library only: this runs under every Python of the course.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+_BYTES = "bytes as base64"
 SOCKET = "calls.socket"
 """The socket's name in the folder of the run, which is where the program is started."""
 
@@ -39,12 +40,12 @@ def receive(line: socket.socket) -> Any:
 
 def _packed(value: Any) -> Any:
     if isinstance(value, (bytes, bytearray, memoryview)):
-        return {"base64": base64.b64encode(value).decode()}
+        return {_BYTES: base64.b64encode(value).decode()}
     raise TypeError(f"{type(value).__name__} cannot be sent")
 
 
 def _unpacked(value: dict[str, Any]) -> Any:
-    return base64.b64decode(value["base64"]) if set(value) == {"base64"} else value
+    return base64.b64decode(value[_BYTES]) if set(value) == {_BYTES} else value
 
 
 def serve(functions: Mapping[str, Callable[..., Any]]) -> None:

@@ -75,7 +75,7 @@ def replicas(key: str) -> list[dict[str, Any]]:
     for replica in store.get_replica_desc(key):
         if replica.is_memory_replica():
             buffer = replica.get_memory_descriptor().buffer_descriptor
-            found.append({"segment": buffer.transport_endpoint, "bytes": buffer.size})
+            found.append({"endpoint": buffer.transport_endpoint, "bytes": buffer.size})
     return found
 
 

@@ -1,0 +1,227 @@
+"""vLLM with its KV elsewhere: hits after a reset, in a fresh process, and on a bad day.
+
+Every case asks the same: a prompt of 401 tokens, 12 full blocks of 32 and 17 tokens more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import cbor2
+import pytest
+from conftest import need, within
+
+from kvlab.engines import lmcache, mooncake, vllm, vllm_connectors, vllm_pd
+from kvlab.engines.mooncake import Master, Store
+from kvlab.engines.protocol import Completion, EngineError
+from kvlab.engines.vllm import VLLM
+
+need("vllm")
+
+PROMPT = [random.Random(1).randrange(10, 250) for _ in range(401)]
+FULL = 384
+MODEL = "tiny-random"
+
+
+def ask(engine: VLLM) -> Completion:
+    return engine.generate(PROMPT, max_tokens=8, ignore_eos=True)
+
+
+def same(one: Completion, other: Completion) -> bool:
+    return one.token_ids == other.token_ids and one.logprobs == pytest.approx(
+        other.logprobs, abs=1e-4
+    )
+
+
+def after_reset(engine: VLLM, cached: int = FULL) -> Completion:
+    """The prompt, again and again with an empty cache of the engine's own, until what it stored
+    is found: storing may run behind the answer."""
+    found: list[Completion] = []
+
+    def is_found() -> bool:
+        assert within(30, engine.reset_prefix_cache)
+        found.append(ask(engine))
+        return found[-1].cached_tokens == cached
+
+    assert within(60, is_found), [completion.cached_tokens for completion in found]
+    return found[-1]
+
+
+def sources(engine: VLLM) -> dict[str, float]:
+    """Prompt tokens by where they came from."""
+    head = 'vllm:prompt_tokens_by_source_total{source="'
+    return {
+        name.removeprefix(head).removesuffix('"}'): value
+        for name, value in engine.metrics().items()
+        if name.startswith(head)
+    }
+
+
+@pytest.fixture(scope="module")
+def reference() -> Completion:
+    """What vLLM says without any connector; and its KV events, looked at in passing."""
+    with vllm.start(MODEL, kv_events=True) as engine:
+        first = ask(engine)
+        assert first.cached_tokens == 0
+        assert ask(engine).cached_tokens == FULL
+        stored = [event for event in engine.kv_events() if event["type"] == "BlockStored"]
+        hashes = [value for event in stored for value in event["block_hashes"]]
+        assert hashes[: FULL // 32] == block_hashes(PROMPT)
+        assert [token for event in stored for token in event["token_ids"]][:FULL] == PROMPT[:FULL]
+        assert engine.kv_events() == []
+        assert engine.reset_prefix_cache()
+        ask(engine)  # "cleared" is told with the next step
+        assert "AllBlocksCleared" in [event["type"] for event in engine.kv_events()]
+        return first
+
+
+def block_hashes(tokens: list[int], size: int = 32) -> list[bytes]:
+    """vLLM's block hashes, from its rule alone (0.32.0, v1/core/kv_cache_utils.py), with
+    --prefix-caching-hash-algo sha256_cbor."""
+
+    def digest(value: object) -> bytes:
+        return hashlib.sha256(cbor2.dumps(value, canonical=True)).digest()
+
+    parent, found = digest("vllm-none-hash"), []
+    for start in range(0, len(tokens) - size + 1, size):
+        parent = digest((parent, tuple(tokens[start : start + size]), None))
+        found.append(parent)
+    return found
+
+
+# Mooncake Store, through the course's connector and through vLLM's own.
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[tuple[Master, Store]]:
+    with mooncake.start() as master, master.client(segment_bytes=128 << 20) as client:
+        yield master, client
+
+
+def test_the_courses_connector(store: tuple[Master, Store], reference: Completion) -> None:
+    master, _ = store
+    connector = vllm_connectors.to_store(master)
+    with vllm.start(MODEL, connector=connector) as engine:
+        assert same(ask(engine), reference)
+        assert sources(engine)["local_compute"] == 401
+        assert same(after_reset(engine), reference)
+        assert sources(engine)["external_kv_transfer"] == FULL
+    keys = master.metrics()["master_key_count"]
+    # 409 tokens, of which the last has no KV: 12 full blocks.
+    assert keys == 12
+    with vllm.start(MODEL, connector=connector) as engine:  # a fresh process
+        assert same(ask(engine), reference)
+        assert sources(engine) | {"local_compute": 17} == sources(engine)
+        assert master.metrics()["master_key_count"] == keys  # nothing twice
+        poisoned_then_killed(engine, master, reference)
+
+
+def poisoned_then_killed(engine: VLLM, master: Master, reference: Completion) -> None:
+    """The bytes are used: others give another answer. And nobody there: it is computed."""
+    prompt = PROMPT[:-1] + [PROMPT[-1] + 1]  # shares all 12 blocks
+    clean = engine.generate(prompt, max_tokens=8, ignore_eos=True)
+    with master.client(segment_bytes=128 << 20) as poisoner:
+        names = poisoned(engine, poisoner, len(PROMPT) // 32)
+        assert len(names) == 12
+        assert within(30, engine.reset_prefix_cache)
+        wrong = engine.generate(prompt, max_tokens=8, ignore_eos=True)
+        assert wrong.cached_tokens == FULL
+        assert wrong.logprobs != pytest.approx(clean.logprobs, abs=1e-2)
+        os.kill(poisoner.pid, signal.SIGKILL)  # who holds the blocks now
+        assert within(30, engine.reset_prefix_cache)
+        survived = engine.generate(prompt, max_tokens=8, ignore_eos=True)
+        assert same(survived, clean)
+        assert "loaded 0 of 12 blocks" in engine.log.read_text()
+
+
+def poisoned(engine: VLLM, client: Store, count: int) -> list[str]:
+    """Put other bytes in the place of the engine's first blocks; their names."""
+    log = engine.log.read_text()
+    names = [word for word in log.split() if word.startswith(f"{engine.model}/")]
+    unique = list(dict.fromkeys(names))[:count]
+    for name in unique:
+        size = client.size(name)
+        client.remove(name, force=True)
+        client.put(name, bytes(size), segment=client.segment)
+    return unique
+
+
+def test_vllms_own_mooncake_connector(reference: Completion) -> None:
+    with mooncake.start() as master, master.client(segment_bytes=128 << 20):
+        connector = vllm_connectors.to_mooncake(master)
+        with vllm.start(MODEL, connector=connector) as engine:
+            assert same(ask(engine), reference)
+            assert same(after_reset(engine), reference)
+        with vllm.start(MODEL, connector=connector) as engine:
+            assert ask(engine).cached_tokens == FULL
+
+
+# Host memory, disk, LMCache.
+
+
+def test_host_memory(reference: Completion) -> None:
+    connector = vllm_connectors.to_host(64 << 20)
+    with vllm.start(MODEL, connector=connector, num_gpu_blocks_override=33) as engine:
+        assert same(ask(engine), reference)
+        for salt in range(4):  # push it out of the device's blocks
+            engine.generate(PROMPT, max_tokens=1, cache_salt=str(salt))
+        again = ask(engine)
+        assert again.cached_tokens == FULL
+        assert same(again, reference)
+        found = engine.metrics()
+        assert found['vllm:prompt_tokens_cached_by_source_total{source="host"}'] > 0
+
+
+def test_disk(tmp_path: Path, reference: Completion) -> None:
+    connector = vllm_connectors.to_disk(tmp_path)
+    with vllm.start(MODEL, connector=connector) as engine:
+        assert same(ask(engine), reference)
+        assert same(after_reset(engine), reference)
+    assert list(tmp_path.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("mode", ["engine_driven", "lmcache_driven"])
+def test_lmcache(mode, tmp_path: Path, reference: Completion) -> None:
+    with lmcache.start(folder=tmp_path) as cache:
+        with vllm.start(MODEL, connector=cache.connector(mode)) as engine:
+            assert same(ask(engine), reference)
+            assert same(after_reset(engine), reference)
+            if mode == "engine_driven":
+                assert within(30, lambda: len(cache.objects()) == 3)  # chunks of 128
+                cache.restart()  # L1 is lost, and the engine's connection with it
+                assert cache.status()
+            cache.stop()
+            assert within(30, engine.reset_prefix_cache)
+            assert same(ask(engine), reference)  # without it vLLM computes
+            with pytest.raises(EngineError, match="LMCache is stopped"):
+                cache.connector()
+        if mode == "engine_driven":
+            cache.start()
+            with vllm.start(MODEL, connector=cache.connector(mode)) as engine:
+                assert same(after_reset(engine), reference)  # from the files alone
+            assert cache.metrics()
+
+
+# Prefill here, decode there.
+
+
+def test_prefill_and_decode_apart(reference: Completion) -> None:
+    with vllm_pd.start(MODEL) as pair:
+        answer = pair.generate(PROMPT, max_tokens=8, ignore_eos=True)
+        assert same(answer, reference)
+        assert sources(pair.prefill)["local_compute"] == 401
+        assert sources(pair.decode)["external_kv_transfer"] >= 400
+        assert sources(pair.decode)["local_compute"] <= 1
+        streamed = list(pair.stream(PROMPT, max_tokens=8, ignore_eos=True))
+        assert [token for chunk in streamed for token in chunk.token_ids] == reference.token_ids
+        several = pair.generate([PROMPT, PROMPT[:100]], max_tokens=8, ignore_eos=True)
+        assert same(several[0], reference)
+        os.kill(pair.prefill.pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match="killed by signal 9"):
+            pair.generate(PROMPT, max_tokens=8)
+    assert not pair.is_alive
