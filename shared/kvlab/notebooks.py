@@ -97,11 +97,24 @@ def tidy(notebook: nbformat.NotebookNode) -> None:
         cell.metadata = nbformat.from_dict(
             {"tags": cell.metadata["tags"]} if cell.metadata.get("tags") else {}
         )
+        if cell.cell_type == "code":
+            cell.outputs = _joined(cell.outputs)
         for output in cell.get("outputs", ()):
             # A saved widget view without its state shows as an error on static
             # pages; the SVG beside it is what they show instead.
             output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
             output.get("metadata", {}).clear()
+
+
+def _joined(outputs: list[nbformat.NotebookNode]) -> list[nbformat.NotebookNode]:
+    """The outputs, with what was printed in one go in one piece: a busy machine sends several."""
+    joined: list[nbformat.NotebookNode] = []
+    for output in outputs:
+        if output.output_type == "stream" and joined and joined[-1].get("name") == output.name:
+            joined[-1].text += output.text
+        else:
+            joined.append(output)
+    return joined
 
 
 def write(notebook: nbformat.NotebookNode, path: Path) -> None:

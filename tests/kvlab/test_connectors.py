@@ -126,8 +126,7 @@ def poisoned_then_killed(engine: VLLM, master: Master, reference: Completion) ->
     prompt = PROMPT[:-1] + [PROMPT[-1] + 1]  # shares all 12 blocks
     clean = engine.generate(prompt, max_tokens=8, ignore_eos=True)
     with master.client(segment_bytes=128 << 20) as poisoner:
-        names = poisoned(engine, poisoner, len(PROMPT) // 32)
-        assert len(names) == 12
+        poisoned(engine, poisoner)
         assert within(30, engine.reset_prefix_cache)
         wrong = engine.generate(prompt, max_tokens=8, ignore_eos=True)
         assert wrong.cached_tokens == FULL
@@ -139,16 +138,13 @@ def poisoned_then_killed(engine: VLLM, master: Master, reference: Completion) ->
         assert "loaded 0 of 12 blocks" in engine.log.read_text()
 
 
-def poisoned(engine: VLLM, client: Store, count: int) -> list[str]:
-    """Put other bytes in the place of the engine's first blocks; their names."""
-    log = engine.log.read_text()
-    names = [word for word in log.split() if word.startswith(f"{engine.model}/")]
-    unique = list(dict.fromkeys(names))[:count]
-    for name in unique:
+def poisoned(engine: VLLM, client: Store) -> None:
+    """Put other bytes in the place of the prompt's blocks."""
+    for block_hash in block_hashes(PROMPT):
+        name = f"{engine.model}/torch.float32/32/{block_hash.hex()}"
         size = client.size(name)
         client.remove(name, force=True)
         client.put(name, bytes(size), segment=client.segment)
-    return unique
 
 
 def test_vllms_own_mooncake_connector(reference: Completion) -> None:

@@ -189,3 +189,15 @@ def test_what_a_learners_own_cells_print_is_not_graded(tmp_path):
     path.write_text(nbformat.writes(new_notebook(cells=[cell])))
     assert _nbval(path).returncode == 1
     assert _nbval(path, KVLAB_STRICT="1").returncode == 0
+
+
+def test_what_was_printed_in_pieces_is_stored_in_one():
+    def printed(text, name="stdout"):
+        return nbformat.v4.new_output("stream", name=name, text=text)
+
+    shown = nbformat.v4.new_output("display_data", {"text/plain": "x"})
+    pieces = [printed("a"), printed("b\n"), shown, printed("c"), printed("d", "stderr")]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1", outputs=pieces)])
+    notebooks.tidy(notebook)
+    outputs = notebook.cells[0].outputs
+    assert [o.get("text") for o in outputs] == ["ab\n", None, "c", "d"]

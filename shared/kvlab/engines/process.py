@@ -177,7 +177,7 @@ def _new_log(name: str, run: str) -> Path:
     logs = sorted(folder.glob("*.log"), key=lambda log: log.stat().st_mtime)
     for old in logs[: 1 - _KEPT_LOGS]:
         old.unlink(missing_ok=True)
-    log = folder / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{run}.log"
+    log = folder / f"{name.replace(' ', '-')}-{time.strftime('%Y%m%d-%H%M%S')}-{run}.log"
     log.touch(mode=0o600)
     return log
 

@@ -201,6 +201,8 @@ class VLLM(Server):
             # A model's folder may bring sampling settings of its own: leave them out.
             *("--generation-config", "vllm"),
             *("--seed", "0"),
+            # Of the same bytes on every machine, where the default hashes a pickle.
+            *("--prefix-caching-hash-algo", "sha256_cbor"),
             # cached_tokens in the answers' usage.
             "--enable-prompt-tokens-details",
         ]

@@ -60,7 +60,9 @@ class BlockStoreConnector(KVConnectorBase_V1):
         model, cache = vllm_config.model_config, vllm_config.cache_config
         self.block_size = cache.block_size
         dtype = model.dtype if cache.cache_dtype == "auto" else cache.cache_dtype
-        self.prefix = f"{model.served_model_name}/{dtype}/{self.block_size}/"
+        name = model.served_model_name
+        name = name if isinstance(name, str) else name[0]
+        self.prefix = f"{name}/{dtype}/{self.block_size}/"
         self.store = MooncakeDistributedStore()
         master = self._kv_transfer_config.get_from_extra_config("master", "")
         # A segment of 0 bytes: this process uses the store, and lends it nothing.
