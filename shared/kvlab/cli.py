@@ -33,7 +33,7 @@ def setup(
     """Set up what is missing and register the Jupyter kernel for the user."""
     from kvlab import setup
 
-    setup.complete(user_kernel=True, engines=engines)
+    setup.complete(user_kernel=True, engines=("vllm",) if engines else ())
     print("Everything is set up. In Jupyter, choose the kernel 'Follow the Request'.")
     if record:
         _record_setup()
@@ -94,7 +94,7 @@ def run_tests(record: Record = False) -> None:
     """Set up what is missing and run all tests."""
     from kvlab import environments, report, setup, suites
 
-    setup.complete(check=False)
+    setup.complete(engines=tuple(environments.HOLDS), check=False)
     code, rows = suites.run()
     if record and code == 0:
         cores, device = len(os.sched_getaffinity(0)), environments.device()
@@ -109,6 +109,95 @@ def run_tests(record: Record = False) -> None:
             },
         )
     raise typer.Exit(code)
+
+
+engines = typer.Typer(no_args_is_help=True, help="The engines' environments.")
+app.add_typer(engines, name="engines")
+Names = Annotated[list[str], typer.Argument(help="Such as sglang.")]
+
+
+def _known(names: list[str]) -> list[str]:
+    from kvlab import environments
+
+    for name in names:
+        if name not in environments.HOLDS:
+            there = ", ".join(environments.HOLDS)
+            raise SetupError(f"There is no environment {name!r}; there are {there}.")
+    return names
+
+
+@engines.command("list")
+def list_engines() -> None:
+    """What is installed, how big it is, and what the rest would take."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvlab import environments
+
+    device = environments.device()
+    table = Table(title=f"Environments ({device})", title_justify="left")
+    for heading in ("name", "holds", "state"):
+        table.add_column(heading, overflow="fold")
+    for name, holds in environments.HOLDS.items():
+        place = environments.folder(name)
+        if environments.is_whole(place):
+            state = f"{size(place) / 1e9:.1f} GB in {place}"
+        else:
+            download, disk = environments.SIZES[name, device]
+            state = f"not installed: {download} GB to download, {disk} GB on disk"
+        table.add_row(name, holds, state)
+    Console().print(table)
+
+
+@engines.command()
+def install(names: Names) -> None:
+    """Install what is missing of these; says before how big it is."""
+    from kvlab import environments
+
+    for name in _known(names):
+        environments.build(name)
+        print(f"{environments.TITLES[name]} is there: {environments.HOLDS[name]}".capitalize())
+
+
+@engines.command()
+def remove(names: Names) -> None:
+    """Remove these environments, those of older pins too."""
+    from kvlab import environments
+
+    for name in _known(names):
+        freed = environments.remove(name)
+        print(f"Removed {environments.TITLES[name]}: {freed / 1e9:.1f} GB.")
+
+
+@engines.command()
+def versions() -> None:
+    """Which version of each system is pinned, and where the course has seen it run."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvlab import systems
+
+    table = Table(title="Systems of the course", title_justify="left")
+    for heading in ("system", "what it is", "pinned", "seen on a CPU", "seen on CUDA"):
+        table.add_column(heading, overflow="fold")
+    for row in systems.rows():
+        table.add_row(*row)
+    Console().print(table)
+
+
+@engines.command()
+def look(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Such as LMCache; default: all.")
+    ] = None,
+    record: Annotated[bool, typer.Option(help="Add what was seen to results/.")] = False,
+) -> None:
+    """Start each system, follow one request through it, and say what was seen."""
+    from kvlab import systems
+
+    seen = systems.run(names or [])
+    if record:
+        systems.record(seen)
 
 
 @app.command("test-python")

@@ -24,7 +24,7 @@ from functools import cache as remember
 from pathlib import Path
 
 from kvlab.install import Installer
-from kvlab.paths import ROOT, SetupError, cache, existing, lock, make_cache, need_room
+from kvlab.paths import ROOT, SetupError, cache, existing, lock, make_cache, need_room, size
 
 # Written last: a folder without it is not whole.
 MARKER = "whole.json"
@@ -40,8 +40,23 @@ SIZES = {
     ("notebook", "cuda"): (2.9, 5.5),
     ("vllm", "cpu"): (0.9, 3.8),
     ("vllm", "cuda"): (5.3, 10.9),
+    ("sglang", "cpu"): (0.8, 2.5),
+    ("sglang", "cuda"): (5.0, 11.0),
+    ("router", "cpu"): (0.1, 0.1),
+    ("router", "cuda"): (0.1, 0.1),
 }
-TITLES = {"notebook": "the notebook environment", "vllm": "vLLM's environment"}
+TITLES = {
+    "notebook": "the notebook environment",
+    "vllm": "vLLM's environment",
+    "sglang": "SGLang's environment",
+    "router": "the router's environment",
+}
+HOLDS = {
+    "vllm": "vLLM, LMCache, Mooncake, NIXL",
+    "sglang": "SGLang with HiCache, Mooncake",
+    "router": "sglang-router",
+}
+"""The engines' environments, and what is in each."""
 
 
 class EnvironmentMissing(SetupError):
@@ -160,15 +175,16 @@ def is_whole(place: Path) -> bool:
 
 
 def python(name: str) -> Path:
-    """The interpreter of an engine's environment; name is "vllm".
+    """The interpreter of an engine's environment, one of HOLDS.
 
     Raises EnvironmentMissing where it was not made yet, or not for these pins.
     """
     place = folder(name)
     if not is_whole(place):
         raise EnvironmentMissing(
-            f"There is no whole {place.name} environment in {place.parent}.\n"
-            "Run `make setup` in the checkout (or `kvlab setup`) to make it."
+            f"{TITLES[name][0].upper()}{TITLES[name][1:]} is not there "
+            f"(about {SIZES[name, device()][1]} GB in {place}).\n"
+            f"Make it with `.venv/bin/kvlab engines install {name}` in the checkout."
         )
     return place / "bin" / "python"
 
@@ -249,6 +265,39 @@ def build(name: str, base: Path | None = None) -> Path:
             partial.rename(place)
             print(f"Installed {TITLES[name]} in {seconds:.0f} s.", flush=True)
     return place / "bin" / "python"
+
+
+def remove(name: str) -> int:
+    """Remove all environments of an engine, those of older pins too; returns the bytes freed.
+
+    Raises SetupError where one is in use or being made.
+    """
+    places = sorted((cache() / "environments").glob(f"{name}-{device()}-*"))
+    for place in places:
+        busy = users(place)
+        if busy:
+            raise SetupError(f"{place.name} is in use by process {busy[0]}: end it first.")
+    freed = size(*places)
+    for place in places:
+        with lock(place.name.removesuffix(".partial"), f"removing {place.name}"):
+            (place / MARKER).unlink(missing_ok=True)  # from here on it is not whole
+            shutil.rmtree(place)
+    return freed
+
+
+def users(place: Path) -> list[int]:
+    """Ids of processes whose program lies in a folder, or that run an interpreter of it."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+        except OSError:  # gone, or another user's
+            continue
+        if words[0].startswith(os.fsencode(place) + b"/"):
+            found.append(int(entry.name))
+    return found
 
 
 def _version(python: Path) -> tuple[int, int]:

@@ -129,22 +129,25 @@ def ensure_venv() -> None:
         print(f"Installed {what} in {time.monotonic() - began:.0f} s.", flush=True)
 
 
-def complete(user_kernel: bool = False, engines: bool = True, check: bool = True) -> None:
+def complete(
+    user_kernel: bool = False, engines: tuple[str, ...] = ("vllm",), check: bool = True
+) -> None:
     """The rest of the set-up, in the notebook environment. Raises SetupError.
 
     user_kernel: register the Jupyter kernel for the user, not only in .venv.
-    engines: make the engines' environments. check: compare three ways to run a model.
+    engines: whose environments to make; chapters that want others say so. check: compare three
+    ways to run a model.
     """
     from kvlab import environments, jupyter, models, notebooks, selfcheck
     from kvlab.paths import ROOT
 
-    if engines:
-        environments.build("vllm")
+    for name in engines:
+        environments.build(name)
     models.get(models.DEFAULT)
     jupyter.register(user_kernel)
     for copy in notebooks.copy_labs(ROOT / "my"):
         print(f"Copied labs/{copy.name} to my/: work there.")
-    if engines and check:
+    if "vllm" in engines and check:
         selfcheck.run_where_changed()
 
 

@@ -336,6 +336,11 @@ class Progress:
             self._handle.update({"text/plain": text}, raw=True)
 
 
+TOKEN = secrets.token_urlsafe(24)
+"""What this process's servers ask of whoever wants more than a look; one for all, so that a router
+can speak with its replicas."""
+
+
 class System:
     """A system in processes of its own.
 
@@ -362,7 +367,6 @@ class System:
         self._deadline = deadline
         self._run: Run | None = None
         self._end: weakref.finalize[Any, Any] | None = None
-        self._token = ""
         self.ports: dict[str, int] = {}
         """The loopback ports of this run, by what they are for."""
 
@@ -422,7 +426,6 @@ class System:
         self.ports = dict(zip(self._port_names, free_ports(len(self._port_names)), strict=True))
         if self._wanted_port is not None:
             self.ports[self._port_names[0]] = self._wanted_port
-        self._token = secrets.token_urlsafe(24)
         folder, lock = _new_folder()
         try:
             command = self._command()

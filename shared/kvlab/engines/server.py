@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvlab.engines.process import Run, System
+from kvlab.engines.process import TOKEN, Run, System
 from kvlab.engines.protocol import EngineError
 
 
@@ -43,7 +43,7 @@ class Server(System):
     def _connect(self, run: Run) -> None:
         self._client = httpx.Client(
             base_url=self.url,
-            headers={"Authorization": f"Bearer {self._token}"},
+            headers={"Authorization": f"Bearer {TOKEN}"},
             # Reading may take long: an answer that is not streamed comes after its last token.
             # A dead server does not have to be waited for: its connection breaks at once.
             timeout=httpx.Timeout(600, connect=5),

@@ -24,7 +24,7 @@ from typing import Any, Literal, Unpack, overload
 
 from kvlab import environments, models, paths
 from kvlab.engines.mooncake import Master
-from kvlab.engines.process import available_memory
+from kvlab.engines.process import TOKEN, available_memory
 from kvlab.engines.protocol import (
     Chunk,
     Completion,
@@ -334,7 +334,7 @@ class SGLang(Native):
 
     def _environment(self, folder: Path) -> dict[str, str]:
         # In a file that only this user can read: everybody sees a command line.
-        (folder / _SETTINGS).write_text(f"api-key: {self._token}\n")
+        (folder / _SETTINGS).write_text(f"api-key: {TOKEN}\n")
         env = environments.clean_variables(ENVIRONMENT, self._python) | {
             "TMPDIR": str(folder),
             "PYTHONPATH": str(paths.ROOT / "shared"),  # kvlab.inside

@@ -25,7 +25,7 @@ import msgspec
 import zmq
 
 from kvlab import environments, models, paths
-from kvlab.engines.process import Run, available_memory
+from kvlab.engines.process import TOKEN, Run, available_memory
 from kvlab.engines.protocol import (
     Chunk,
     Completion,
@@ -268,7 +268,7 @@ class VLLM(Server):
             # Whole hashes, and not 64 bits of them.
             "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0",
             # Without a token nothing but a look: VLLM_SERVER_DEV_MODE opens more than a reset.
-            token.VARIABLE: self._token,
+            token.VARIABLE: TOKEN,
             "PYTHONPATH": str(paths.ROOT / "shared"),  # kvlab.inside
         }
         if self._connector is not None:

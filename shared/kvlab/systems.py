@@ -1,0 +1,258 @@
+"""Every system of the course, live on one request: what `kvlab systems` runs and the doctor tells.
+
+The request is the same for all: a prompt of 401 tokens, which comes again, and again after the
+engine's own cache was emptied. Who has its KV then? Each `look` starts its system, asks, ends it,
+and gives back what it saw as plain numbers. results/systems.json keeps what was seen, where, when.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvlab import environments
+from kvlab.engines.protocol import Completion, Engine, EngineError
+from kvlab.paths import ROOT, make_cache
+
+RECORD = ROOT / "results" / "systems.json"
+MODEL = "tiny-random"
+PROMPT = [random.Random(1).randrange(10, 250) for _ in range(401)]
+OUTPUT = 8
+
+Seen = dict[str, int | bool]
+
+
+@dataclass(frozen=True)
+class System:
+    """A system that the course runs."""
+
+    name: str
+    role: str
+    package: str
+    """The distribution whose version counts; "" for minikv, which is the checkout's."""
+    environment: str
+    look: Callable[[], Seen]
+
+    def version(self, device: str) -> str:
+        """The pinned version, from the environment's pins file."""
+        if not self.package:
+            return "this checkout"
+        # The same code, built for one device or the other, has names of its own.
+        names = {self.package, *(f"{self.package}-{build}" for build in _BUILDS[device])}
+        for line in environments.pins(self.environment, device).read_text().splitlines():
+            name, _, version = line.partition(" ;")[0].partition("==")
+            if name in names:
+                return version
+        raise KeyError(f"{self.environment}-{device}.txt pins no {self.package}")
+
+
+_BUILDS = {"cpu": ("cpu", "non-cuda"), "cuda": ("cuda13",)}
+
+
+def ask(engine: Engine) -> Completion:
+    return engine.generate(PROMPT, max_tokens=OUTPUT, ignore_eos=True)
+
+
+def reset(engine: Engine) -> None:
+    """Empty the engine's own cache; what ran a moment ago may still hold blocks."""
+    until = time.monotonic() + 30
+    while not engine.reset_prefix_cache():
+        if time.monotonic() > until:
+            raise EngineError("the prefix cache could not be reset")
+        time.sleep(0.1)
+
+
+def thrice(engine: Engine, wait: float = 0) -> Seen:
+    """The prompt, again, and again after a reset: cached tokens, and whether the answers are the
+    same. What a system stores may be found only some moments later: for up to `wait` seconds the
+    last is repeated until something is."""
+    first, again = ask(engine), ask(engine)
+    until = time.monotonic() + wait
+    while True:
+        reset(engine)
+        after = ask(engine)
+        if after.cached_tokens or time.monotonic() > until:
+            break
+        time.sleep(1)
+    return {
+        "first": first.cached_tokens,
+        "again": again.cached_tokens,
+        "after_reset": after.cached_tokens,
+        "same_answer": first.token_ids == again.token_ids == after.token_ids,
+    }
+
+
+def _minikv() -> Seen:
+    from kvlab.engines import minikv
+
+    with minikv.start(MODEL) as engine:
+        return thrice(engine)
+
+
+def _vllm() -> Seen:
+    from kvlab.engines import vllm
+
+    with vllm.start(MODEL) as engine:
+        return thrice(engine)
+
+
+def _sglang() -> Seen:
+    from kvlab.engines import sglang
+
+    with sglang.start(MODEL) as engine:
+        return thrice(engine)
+
+
+def _hicache() -> Seen:
+    from kvlab.engines import sglang
+
+    with tempfile.TemporaryDirectory(dir=make_cache("tmp")) as folder:
+        with sglang.start(MODEL, hicache=sglang.HiCache(folder=Path(folder))) as engine:
+            return thrice(engine, wait=20)
+
+
+def _lmcache() -> Seen:
+    from kvlab.engines import lmcache, vllm
+
+    with lmcache.start() as cache, vllm.start(MODEL, connector=cache.connector()) as engine:
+        return thrice(engine, wait=20)
+
+
+def _store() -> Seen:
+    from kvlab.engines import mooncake, vllm, vllm_connectors
+
+    with (
+        mooncake.start() as master,
+        master.client(segment_bytes=128 << 20),
+        vllm.start(MODEL, connector=vllm_connectors.to_mooncake(master)) as engine,
+    ):
+        return thrice(engine, wait=20) | {"objects": int(master.metrics()["master_key_count"])}
+
+
+def _transfer_engine() -> Seen:
+    from kvlab.engines import transfer_engine
+
+    with transfer_engine.start(1 << 20) as a, transfer_engine.start(1 << 20) as b:
+        b.register()
+        a.register()
+        a.fill(0, bytes(PROMPT))
+        a.write(b, length=len(PROMPT))
+        return {"bytes": len(PROMPT), "same_bytes": b.look(0, len(PROMPT)) == bytes(PROMPT)}
+
+
+def _nixl() -> Seen:
+    from kvlab.engines import vllm_pd
+
+    with vllm_pd.start(MODEL) as pair:
+        answer, alone = ask(pair), ask(pair.prefill)
+        found = pair.decode.metrics()
+        head = 'vllm:prompt_tokens_by_source_total{source="%s"}'
+        return {
+            "computed_by_decode": int(found[head % "local_compute"]),
+            "transferred": int(found[head % "external_kv_transfer"]),
+            "same_answer": answer.token_ids == alone.token_ids,
+        }
+
+
+def _router() -> Seen:
+    from kvlab.engines import router, sglang
+
+    with sglang.start(MODEL) as a, sglang.start(MODEL) as b:
+        seen: Seen = {}
+        for policy in ("round_robin", "cache_aware"):
+            reset(a)
+            reset(b)
+            with router.start([a, b], policy=policy) as front:
+                seen[policy] = sum(ask(front).cached_tokens for _ in range(4))
+        return seen
+
+
+SYSTEMS = (
+    System("minikv", "engine", "", "notebook", _minikv),
+    System("vLLM", "engine", "vllm", "vllm", _vllm),
+    System("SGLang", "engine", "sglang", "sglang", _sglang),
+    System("HiCache", "tiers below SGLang's radix tree", "sglang", "sglang", _hicache),
+    System("LMCache", "KV cache beside engines", "lmcache", "vllm", _lmcache),
+    System("Mooncake Store", "object store for KV", "mooncake-transfer-engine", "vllm", _store),
+    System(
+        "Mooncake Transfer Engine",
+        "memory to memory",
+        "mooncake-transfer-engine",
+        "vllm",
+        _transfer_engine,
+    ),
+    System("NIXL", "prefill/decode handoff", "nixl", "vllm", _nixl),
+    System("sglang-router", "chooses a replica", "sglang-router", "router", _router),
+)
+
+
+def run(names: list[str], say: Callable[[str], None] = print) -> dict[str, Seen]:
+    """Look at these systems (all, if none is named); what was seen, by name.
+
+    Raises SetupError for a name that is none, EngineError where a system fails.
+    """
+    from kvlab.paths import SetupError
+
+    known = {system.name.lower(): system for system in SYSTEMS}
+    for name in names:
+        if name.lower() not in known:
+            raise SetupError(f"No system is called {name!r}. There are {', '.join(known)}.")
+    seen = {}
+    for system in [known[name.lower()] for name in names] or SYSTEMS:
+        seen[system.name] = system.look()
+        say(f"{system.name}: {told(seen[system.name])}")
+    return seen
+
+
+def told(seen: Seen) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in seen.items())
+
+
+def record(seen: dict[str, Seen]) -> None:
+    """Add what was seen to results/systems.json, under this device."""
+    device = environments.device()
+    kept: dict[str, Any] = {"devices": {}}
+    if RECORD.exists():
+        kept = json.loads(RECORD.read_text())
+    kept["what"] = "every system on one request of 401 prompt tokens, see shared/kvlab/systems.py"
+    gpu = environments.gpu()
+    for system in SYSTEMS:
+        if system.name in seen:
+            kept["devices"].setdefault(device, {})[system.name] = {
+                "version": system.version(device),
+                "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+                "hardware": "CPU" if isinstance(gpu, str) or device == "cpu" else gpu.name,
+                "seen": seen[system.name],
+            }
+    RECORD.write_text(json.dumps(kept, indent=2) + "\n")
+
+
+def seen_on(device: str) -> dict[str, Any]:
+    """What results/systems.json says of a device: {system: {"version", "date", "seen"}}."""
+    if not RECORD.exists():
+        return {}
+    found: dict[str, Any] = json.loads(RECORD.read_text())["devices"].get(device, {})
+    return found
+
+
+def rows() -> list[tuple[str, str, str, str, str]]:
+    """For the doctor: system, what it is, pinned version, seen on a CPU, seen on CUDA."""
+
+    def told_of(system: System, device: str) -> str:
+        found = seen_on(device).get(system.name)
+        if found is None:
+            return "not seen"
+        moved = "" if found["version"] == system.version(device) else f" (as {found['version']})"
+        return f"{found['date']}{moved}"
+
+    device = environments.device()
+    return [
+        (s.name, s.role, s.version(device), told_of(s, "cpu"), told_of(s, "cuda")) for s in SYSTEMS
+    ]
