@@ -14,7 +14,7 @@ from pathlib import Path
 
 import cbor2
 import pytest
-from conftest import need, within
+from engine_help import need, within
 
 from kvlab.engines import lmcache, mooncake, vllm, vllm_connectors, vllm_pd
 from kvlab.engines.mooncake import Master, Store

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from conftest import need, within
+from engine_help import need, within
 
 from kvlab.engines import mooncake, transfer_engine
 from kvlab.engines.mooncake import Master, Store, StoreError

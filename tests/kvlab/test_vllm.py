@@ -13,13 +13,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
+from engine_help import need, within
 
 from kvlab import environments, models, supervisor
 from kvlab.engines import vllm
@@ -27,35 +27,16 @@ from kvlab.engines.protocol import Completion, EngineError
 from kvlab.engines.vllm import VLLM
 from kvlab.paths import ROOT
 
-try:
-    environments.python("vllm")
-except environments.EnvironmentMissing as missing:
-    if not os.environ.get("KVLAB_REQUIRE_ENGINES"):
-        pytest.skip(str(missing), allow_module_level=True)
+need("vllm")
 
 BLOCK = 32
 
 
-@pytest.fixture(scope="module")
-def running() -> Iterator[VLLM]:
-    with vllm.start("smollm2-135m") as engine:
-        yield engine
-
-
 @pytest.fixture
-def engine(running: VLLM) -> VLLM:
-    """The one warm server of this module, with an empty prefix cache."""
-    assert within(60, running.reset_prefix_cache)
+def engine(warm: Any) -> VLLM:
+    """The one warm server, with an empty prefix cache."""
+    running: VLLM = warm(vllm, "smollm2-135m")
     return running
-
-
-def within(seconds: float, condition: Callable[[], bool]) -> bool:
-    until = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def prompt(length: int, start: int = 1000) -> list[int]:

@@ -1,20 +1,15 @@
 """minikv's scheduler takes the same steps as vLLM 0.32.0's own, on random requests."""
 
-import os
 import random
 
 import pytest
+from engine_help import need
 
-from kvlab import environments
 from kvlab.engines import vllm_scheduler
 from kvlab.engines.protocol import EngineError
 from minikv.trace import Arrival, dry_run
 
-try:
-    environments.python("vllm")
-except environments.EnvironmentMissing as missing:
-    if not os.environ.get("KVLAB_REQUIRE_ENGINES"):
-        pytest.skip(str(missing), allow_module_level=True)
+need("vllm")
 
 RUNS = 300
 

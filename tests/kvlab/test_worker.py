@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import within
+from engine_help import within
 
 from kvlab.engines.protocol import EngineError
 from kvlab.engines.worker import Refused, Worker

@@ -1,0 +1,119 @@
+"""One protocol: the same request gives the same answer, whoever serves it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from engine_help import need
+
+from kvlab.engines import minikv, sglang, vllm
+from kvlab.engines.protocol import Completion, Engine, EngineError
+
+need("vllm", "sglang")
+
+MODEL = "smollm2-135m"
+TEXT = "The key-value cache of a language model holds"
+TOKENS = list(range(1000, 1200))
+
+
+@pytest.fixture(params=[minikv, vllm, sglang], ids=lambda module: module.__name__.split(".")[-1])
+def engine(request: pytest.FixtureRequest, warm: Any) -> Engine:
+    engine: Engine = warm(request.param, MODEL)
+    return engine
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Completion]:
+    with minikv.start(MODEL) as engine:
+        return {
+            "text": engine.generate(TEXT, max_tokens=12),
+            "tokens": engine.generate(TOKENS, max_tokens=12, ignore_eos=True),
+        }
+
+
+def same(one: Completion, other: Completion) -> None:
+    assert one.token_ids == other.token_ids
+    # float32, other kernels, other orders of adding.
+    assert one.logprobs == pytest.approx(other.logprobs, abs=2e-3)
+    assert (one.prompt_tokens, one.finish_reason) == (other.prompt_tokens, other.finish_reason)
+
+
+def test_the_same_tokens(engine: Engine, expected: dict[str, Completion]) -> None:
+    same(engine.generate(TEXT, max_tokens=12), expected["text"])
+    assert engine.generate(TEXT, max_tokens=12).text == expected["text"].text
+    same(engine.generate(TOKENS, max_tokens=12, ignore_eos=True), expected["tokens"])
+
+
+def test_several_at_once_come_back_in_order(
+    engine: Engine, expected: dict[str, Completion]
+) -> None:
+    prompts = [TOKENS, TOKENS[:50], TOKENS]
+    found = engine.generate(prompts, max_tokens=12, ignore_eos=True)
+    assert [completion.prompt_tokens for completion in found] == [200, 50, 200]
+    same(found[0], expected["tokens"])
+    same(found[2], expected["tokens"])
+    assert engine.generate([], max_tokens=1) == []
+
+
+def test_a_stream_gives_what_generate_gives(
+    engine: Engine, expected: dict[str, Completion]
+) -> None:
+    chunks = list(engine.stream(TEXT, max_tokens=12))
+    whole = expected["text"]
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    assert [token for chunk in chunks for token in chunk.token_ids] == whole.token_ids
+    assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    last = chunks[-1]
+    assert (last.finish_reason, last.prompt_tokens) == ("length", whole.prompt_tokens)
+    assert last.cached_tokens is not None
+
+
+def test_the_cache_is_used_salted_and_reset(engine: Engine) -> None:
+    first = engine.generate(TOKENS, max_tokens=2)
+    again = engine.generate(TOKENS, max_tokens=2)
+    assert first.cached_tokens == 0
+    assert 160 <= again.cached_tokens < 200
+    assert engine.generate(TOKENS, max_tokens=2, cache_salt="x").cached_tokens == 0
+    assert engine.generate(TOKENS, max_tokens=2, cache_salt="x").cached_tokens > 0
+    assert engine.reset_prefix_cache()
+    assert engine.generate(TOKENS, max_tokens=2).cached_tokens == 0
+
+
+def test_options(engine: Engine) -> None:
+    whole = engine.generate(TEXT, max_tokens=12)
+    word = whole.text.split()[2]
+    stopped = engine.generate(TEXT, max_tokens=12, stop=word)
+    assert stopped.text == whole.text[: whole.text.index(word)]
+    assert stopped.finish_reason == "stop"
+    drawn = [engine.generate(TEXT, max_tokens=8, temperature=1.5, seed=s) for s in (1, 1, 2, 3)]
+    assert drawn[0].token_ids == drawn[1].token_ids
+    assert len({tuple(completion.token_ids) for completion in drawn}) > 1
+
+
+@pytest.mark.parametrize("prompt", [5, None, [], [[]], ["a", 5], {"a": 1}, [10**9]])
+def test_what_is_no_prompt_is_refused(engine: Engine, prompt: Any) -> None:
+    if prompt == []:
+        assert engine.generate(prompt) == []
+        return
+    with pytest.raises(EngineError):
+        engine.generate(prompt, max_tokens=1)
+    assert engine.generate(TEXT, max_tokens=1).token_ids  # and it goes on
+
+
+def test_metrics_count(engine: Engine) -> None:
+    before = engine.metrics()
+    engine.generate(TOKENS, max_tokens=2)
+    after = engine.metrics()
+    assert all(isinstance(value, float | int) for value in after.values())
+    assert any(after[name] > before.get(name, 0) for name in after)
+
+
+def test_stopped_and_started_again() -> None:
+    with minikv.start("tiny-random") as engine:
+        engine.stop()
+        assert not engine.is_alive
+        with pytest.raises(EngineError, match=r"restart\(\)"):
+            engine.generate([1, 2, 3])
+        assert engine.restart().generate([1, 2, 3], max_tokens=1).token_ids
+    assert not engine.is_alive

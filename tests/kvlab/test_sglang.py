@@ -1,0 +1,167 @@
+"""The real SGLang: its radix tree, HiCache's tiers, its router, and prefill and decode apart."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from engine_help import need, within
+
+from kvlab import supervisor
+from kvlab.engines import mooncake, router, sglang
+from kvlab.engines.protocol import EngineError
+from kvlab.engines.sglang import HiCache, SGLang, Tiers
+
+need("sglang", "router", "vllm")
+
+MODEL = "tiny-random"
+rng = random.Random(1)
+PROMPT = [rng.randrange(10, 250) for _ in range(400)]
+FILLERS = [[rng.randrange(10, 250) for _ in range(640)] for _ in range(4)]
+
+
+@pytest.fixture
+def engine(warm: Any) -> SGLang:
+    running: SGLang = warm(sglang, MODEL)
+    return running
+
+
+@pytest.mark.parametrize("length", [15, 16, 17, 33, 200])
+def test_the_second_time_whole_pages_are_cached(engine: SGLang, length: int) -> None:
+    prompt = PROMPT[:length]
+    assert engine.cached_by_tier(prompt, max_tokens=1) == Tiers(0, 0, 0)
+    # The last token is always computed, for its logits are what is asked for.
+    expected = (length - 1) // 16 * 16
+    assert engine.cached_by_tier(prompt, max_tokens=1) == Tiers(expected, 0, 0)
+
+
+def test_a_stream_that_is_closed_early_is_aborted(engine: SGLang) -> None:
+    stream = engine.stream(PROMPT[:50], max_tokens=900, ignore_eos=True)
+    assert next(stream).token_ids
+    stream.close()
+    assert within(60, engine.reset_prefix_cache)  # it refuses while a request runs
+
+
+def test_it_changes_something_only_for_who_knows_its_token(engine: SGLang) -> None:
+    for method, path in (
+        ("POST", "/generate"),
+        ("GET", "/flush_cache"),
+        ("POST", "/flush_cache"),
+        ("GET", "/server_info"),
+        ("POST", "/pause_generation"),
+    ):
+        answer = httpx.request(method, engine.url + path, json={} if method == "POST" else None)
+        assert answer.status_code in (401, 403), (path, answer.status_code)
+    assert httpx.get(engine.url + "/health").status_code == 200
+
+
+def test_it_listens_on_loopback_alone(engine: SGLang) -> None:
+    listening = {
+        connection.laddr.ip
+        for process in supervisor.marked(engine._begun.folder.name)
+        for connection in psutil.Process(process.pid).net_connections("inet")
+        if connection.status == "LISTEN"
+    }
+    assert listening == {"127.0.0.1"}
+
+
+def test_an_inner_process_is_killed() -> None:
+    with sglang.start(MODEL) as engine:
+        inner = psutil.Process(engine.pid).children(recursive=True)
+        scheduler = next(p for p in inner if "scheduler" in " ".join(p.cmdline()).lower())
+        scheduler.kill()
+        with pytest.raises(EngineError):
+            for _ in range(100):
+                engine.generate(PROMPT, max_tokens=1)
+        assert within(30, lambda: not engine.is_alive)
+
+
+# HiCache.
+
+
+def evicted(engine: SGLang) -> None:
+    """Push the prompt out of the device's pool."""
+    for filler in FILLERS:
+        engine.generate(filler, max_tokens=1)
+
+
+def tiers_follow_one_another(engine: SGLang) -> None:
+    first = engine.generate(PROMPT, max_tokens=8, ignore_eos=True)
+    assert first.cached_tokens == 0
+    assert engine.cached_by_tier(PROMPT) == Tiers(384, 0, 0)
+    evicted(engine)
+    found = engine.cached_by_tier(PROMPT)
+    assert (found.device, found.storage) == (0, 0)
+    assert found.host == 384
+    assert within(60, engine.reset_prefix_cache)
+    found = engine.cached_by_tier(PROMPT)
+    assert found == Tiers(0, 0, 384)
+    again = engine.generate(PROMPT, max_tokens=8, ignore_eos=True)
+    assert again.token_ids == first.token_ids
+    assert again.logprobs == pytest.approx(first.logprobs, abs=1e-3)
+
+
+def test_device_host_and_files(tmp_path: Path) -> None:
+    with sglang.start(MODEL, hicache=HiCache(folder=tmp_path)) as engine:
+        tiers_follow_one_another(engine)
+    assert len(list(tmp_path.rglob("*"))) >= 24
+    with sglang.start(MODEL, hicache=HiCache(folder=tmp_path)) as engine:
+        assert engine.cached_by_tier(PROMPT).storage == 384  # a fresh process
+
+
+def test_device_host_and_mooncake() -> None:
+    with mooncake.start() as master:
+        with sglang.start(MODEL, hicache=HiCache(master=master)) as engine:
+            tiers_follow_one_another(engine)
+            assert master.metrics()["master_key_count"] > 0
+
+
+# The router.
+
+
+def test_cache_aware_and_round_robin_differ() -> None:
+    with sglang.start(MODEL) as a, sglang.start(MODEL) as b:
+        cached = {}
+        for policy in ("round_robin", "cache_aware"):
+            assert within(60, a.reset_prefix_cache)
+            assert within(60, b.reset_prefix_cache)
+            with router.start([a, b], policy=policy) as front:
+                answers = [front.generate(PROMPT, max_tokens=2) for _ in range(4)]
+                cached[policy] = [answer.cached_tokens for answer in answers]
+                streamed = list(front.stream(PROMPT, max_tokens=2))
+                assert streamed[-1].finish_reason == "length"
+        assert cached["round_robin"] == [0, 0, 384, 384]
+        assert cached["cache_aware"] == [0, 384, 384, 384]
+        with router.start([a, b]) as front:
+            os.kill(a.pid, signal.SIGKILL)
+            # One replica is gone: the other one answers.
+            assert within(60, lambda: _answers(front))
+            assert front.metrics()
+
+
+def _answers(front: router.Router) -> bool:
+    try:
+        return len(front.generate(PROMPT, max_tokens=2).token_ids) == 2
+    except EngineError:
+        return False
+
+
+def test_prefill_and_decode_apart(warm: Any) -> None:
+    alone = warm(sglang, MODEL).generate(PROMPT, max_tokens=8, ignore_eos=True)
+    with router.start_pair(MODEL) as pair:
+        answer = pair.generate(PROMPT, max_tokens=8, ignore_eos=True)
+        assert answer.token_ids == alone.token_ids
+        prefill, decode = pair.replicas
+        head = "sglang:prompt_tokens_total"
+        computed = [
+            sum(value for name, value in side.metrics().items() if name.startswith(head))
+            for side in (prefill, decode)
+        ]
+        assert computed[0] >= 400
+    assert not any(replica.is_alive for replica in pair.replicas)
