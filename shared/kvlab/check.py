@@ -95,7 +95,7 @@ def number(value: Any, what: str) -> int | float:
     if value is ...:
         raise NotImplementedError
     if value is None:
-        raise Wrong(f"{what} is None: does a `return` lack?")
+        raise Wrong(f"{what} is None: is a `return` missing?")
     try:
         if isinstance(value, (bool, str, bytes)):
             raise TypeError

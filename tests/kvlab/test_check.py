@@ -245,7 +245,7 @@ def test_hints_come_in_stages(capsys, monkeypatch):
         (3, 0, "n: 0 (you guessed 3)"),
         (-2, 5, "n: 5 (you guessed -2)"),
         ("many", 5, "n: 5 (your guess should be a number, and is a str)"),
-        (None, 5, "n: 5 (your guess is None: does a `return` lack?)"),
+        (None, 5, "n: 5 (your guess is None: is a `return` missing?)"),
     ],
 )
 def test_a_guess_is_laid_beside_the_number(guess, seen, said, capsys):

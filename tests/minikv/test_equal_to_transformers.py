@@ -8,8 +8,8 @@ import shutil
 
 import pytest
 import torch
-from conftest import KINDS, VOCAB
 from safetensors.torch import load_file, save_file
+from tiny import KINDS, VOCAB
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from minikv import LLM, SamplingParams

@@ -7,9 +7,9 @@ import random
 import shutil
 
 import pytest
-from conftest import EOS, TEXT, make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import EOS, TEXT, make_tokenizer
 
 from minikv import LLM, SamplingParams
 from minikv.tokenizer import REPLACEMENT, Detokenizer, Tokenizer

@@ -854,7 +854,7 @@ EXERCISES = (
             (_in_kib, "in KiB"),
             (_in_bits, "in bits"),
             (_needs_head_dim, "KeyError: 'head_dim'"),
-            (lambda config, size: None, "is None: does a `return` lack"),
+            (lambda config, size: None, "is None: is a `return` missing"),
             (lambda config, size: 23_040, "float32: 23,040 bytes is not right"),
             (lambda config, size: float("nan"), "no number that could be"),
             (lambda config, size: 10**5000, "no number that could be"),

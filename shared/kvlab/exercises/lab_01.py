@@ -28,7 +28,7 @@ def _keyed(answer: Any, keys: Sequence[Any]) -> dict[Any, int | float]:
 def _shares(given: Any, what: str) -> dict[str, int | float]:
     """Tokens by request as plain numbers; requests with 0 are left out."""
     if given is None:
-        raise Wrong(f"{what} is None: does a `return` lack?")
+        raise Wrong(f"{what} is None: is a `return` missing?")
     if not isinstance(given, Mapping):
         raise Wrong(f"{what} should be a dict, request to tokens, and is a {type(given).__name__}")
     plain = {name: number(tokens, f"{what} for {name!r}") for name, tokens in given.items()}
@@ -656,7 +656,7 @@ def _check_preempted(answer: Any) -> str:
 
 # 01.7 -----------------------------------------------------------------------
 
-_CASE_4_KEYS = ("blocks for one prompt", "B enters", "B is thrown out", "careful")
+_CASE_4_KEYS = ("blocks for one prompt", "B enters", "B is thrown out", "preemptions, careful")
 
 
 def _check_short_sighted(answer: Any) -> str:
@@ -681,10 +681,10 @@ def _check_short_sighted(answer: Any) -> str:
             "B is thrown out: from step 6 on A needs 76 blocks. In which step do B's tokens so "
             "far and its next part need more than the other 24?"
         )
-    if got["careful"] != 0:
+    if got["preemptions, careful"] != 0:
         reasons.append(
-            "careful: B enters only when 75 blocks are free, so not before A has ended. Who is "
-            "there to be thrown out?"
+            "preemptions, careful: B enters only when 75 blocks are free, so not before A has "
+            "ended. Who is there to be thrown out?"
         )
     if reasons:
         raise Wrong("; ".join(reasons))
@@ -1130,7 +1130,7 @@ EXERCISES = (
         wrong=(
             *((formula, reason[:20]) for formula, reason in _STEP_MISTAKES),
             (lambda *_: {}, "In which order"),
-            (lambda *_: None, "does a `return` lack"),
+            (lambda *_: None, "is a `return` missing"),
             (lambda *_: [1], "should be a dict"),
             (lambda running, waiting, *_: running | waiting, "more than the budget"),
             ({"a": 64}, "pass the function itself"),
