@@ -156,7 +156,7 @@ def install(names: Names) -> None:
 
     for name in _known(names):
         environments.build(name)
-        print(f"{environments.TITLES[name]} is there: {environments.HOLDS[name]}".capitalize())
+        print(f"There now: {environments.HOLDS[name]}.")
 
 
 @engines.command()

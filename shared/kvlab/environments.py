@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -57,6 +58,10 @@ HOLDS = {
     "router": "sglang-router",
 }
 """The engines' environments, and what is in each."""
+
+# The oldest glibc for which SGLang 0.5.23's wheel was built. The others run with any that has
+# a supported Python.
+GLIBC = {"sglang": (2, 34)}
 
 
 class EnvironmentMissing(SetupError):
@@ -226,6 +231,12 @@ def announce(name: str, device: str, place: Path) -> None:
         flush=True,
     )
     need_room(place, disk + 0.5, TITLES[name])
+    there = tuple(map(int, platform.libc_ver()[1].split("."))) if name in GLIBC else ()
+    if there and there < GLIBC[name]:
+        raise SetupError(
+            f"{TITLES[name]} wants glibc {GLIBC[name][0]}.{GLIBC[name][1]} or later, and this "
+            f"system has {platform.libc_ver()[1]}: Ubuntu 22.04 and Debian 12 have it."
+        )
     # uv links files from its cache into the environment, where both lie on one disk.
     store = make_cache("uv")
     if store.stat().st_dev != existing(place).stat().st_dev:
@@ -258,7 +269,7 @@ def build(name: str, base: Path | None = None) -> Path:
             installer.pins(inside, pins(name, device()), device(), TITLES[name])
             if (name, device()) == ("vllm", "cpu"):
                 _name_vllm(inside)
-            if name == "vllm":
+            if name in ("vllm", "sglang"):
                 _link_libraries(inside)
             seconds = time.monotonic() - began
             (partial / MARKER).write_text(json.dumps({"seconds": round(seconds)}) + "\n")

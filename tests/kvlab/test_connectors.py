@@ -188,7 +188,9 @@ def test_lmcache(mode, tmp_path: Path, reference: Completion) -> None:
             assert same(ask(engine), reference)
             assert same(after_reset(engine), reference)
             if mode == "engine_driven":
-                assert within(30, lambda: len(cache.objects()) == 3)  # chunks of 128
+                # A file for each chunk of 128, named by a key that follows from the tokens.
+                keys = {key.hex() for key in lmcache.chunk_keys(PROMPT, 128)}
+                assert within(30, lambda: keys == {f.stem[-64:] for f in tmp_path.rglob("*.data")})
                 cache.restart()  # L1 is lost, and the engine's connection with it
                 assert cache.status()
             cache.stop()

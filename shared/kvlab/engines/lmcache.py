@@ -18,8 +18,12 @@ clear it. The scripts that its HTTP side could run stay off, as they are by defa
 from __future__ import annotations
 
 import json
+import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
+
+import blake3
 
 from kvlab import environments
 from kvlab.engines.process import Run
@@ -140,18 +144,23 @@ class LMCache(Server):
         found: dict[str, Any] = self._get("/config")
         return found
 
-    def objects(self) -> list[dict[str, Any]]:
-        """The objects in L2. Raises EngineError where there is no L2."""
-        found: list[dict[str, Any]] = []
-        token = ""
-        while True:
-            page = self._get("/cache/objects", **({"page_token": token} if token else {}))
-            found += page["entries"]
-            token = page["next_page_token"]
-            if not token:
-                return found
-
     def clear(self) -> None:
         """Empty L1, but for what is in use; L2 keeps its files."""
         with self._talking() as http:
             self._checked(http.post("/cache/clear"))
+
+
+def chunk_keys(tokens: Sequence[int], chunk_size: int) -> list[bytes]:
+    """The keys of a prompt's full chunks: each is a blake3 hash of the one before and of the
+    chunk's tokens, as unsigned 32-bit numbers, big end first; the first one's forerunner is the
+    hash of a single token 0 (LMCache 0.5.6, v1/multiprocess/token_hasher.py).
+    """
+
+    def digest(before: bytes, part: Sequence[int]) -> bytes:
+        return blake3.blake3(before + struct.pack(f">{len(part)}I", *part)).digest()
+
+    before, keys = digest(bytes(8), [0]), []
+    for start in range(0, len(tokens) - chunk_size + 1, chunk_size):
+        before = digest(before, tokens[start : start + chunk_size])
+        keys.append(before)
+    return keys

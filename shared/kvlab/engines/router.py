@@ -73,7 +73,7 @@ class Router(Native):
     name = "sglang-router"
     _port_names = ("http", "metrics")
     _metrics_port = "metrics"
-    _metrics_prefix = "sgl_router_"
+    _metrics_prefix = "smg_"
     _health = "/readiness"
 
     def __init__(
