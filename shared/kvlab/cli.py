@@ -172,17 +172,9 @@ def remove(names: Names) -> None:
 @engines.command()
 def versions() -> None:
     """Which version of each system is pinned, and where the course has seen it run."""
-    from rich.console import Console
-    from rich.table import Table
-
     from kvlab import systems
 
-    table = Table(title="Systems of the course", title_justify="left")
-    for heading in ("system", "what it is", "pinned", "seen on a CPU", "seen on CUDA"):
-        table.add_column(heading, overflow="fold")
-    for row in systems.rows():
-        table.add_row(*row)
-    Console().print(table)
+    systems.report()
 
 
 @engines.command()

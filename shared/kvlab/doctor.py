@@ -120,6 +120,16 @@ def _environment(place: Path, module: str, deep: bool) -> Finding:
     return Finding(str(place), f"{module} imports" if deep else "whole", True)
 
 
+def _optional(name: str, module: str, deep: bool) -> Finding:
+    """An environment that only some chapters want, and that `make test` makes."""
+    place = environments.folder(name)
+    if environments.is_whole(place):
+        return _environment(place, module, deep)
+    _, disk = environments.SIZES[name, environments.device()]
+    how = f"Chapters that want it say so: kvlab engines install {name} ({disk} GB on disk)."
+    return Finding("not installed", how, True)
+
+
 def _model(deep: bool) -> Finding:
     from kvlab import models
 
@@ -150,6 +160,8 @@ def findings(deep: bool = False) -> dict[str, Finding]:
         "Disk": _disk,
         "Notebook environment": lambda: _environment(VENV, "torch", deep),
         "vLLM environment": lambda: _environment(environments.folder("vllm"), "vllm", deep),
+        "SGLang environment": lambda: _optional("sglang", "sglang", deep),
+        "Router environment": lambda: _optional("router", "sglang_router", deep),
         "Model": lambda: _model(deep),
         "Chromium": _chromium,
     }
@@ -181,6 +193,10 @@ def report(deep: bool = False) -> None:
         mark = Text("yes", "green") if row.ok else Text("no", "red")
         table.add_row(mark, part, Text(row.found), Text(row.verdict))
     Console().print(table)
+
+    from kvlab import systems
+
+    systems.report()
 
 
 if __name__ == "__main__":

@@ -217,21 +217,33 @@ def told(seen: Seen) -> str:
 
 def record(seen: dict[str, Seen]) -> None:
     """Add what was seen to results/systems.json, under this device."""
-    device = environments.device()
-    kept: dict[str, Any] = {"devices": {}}
-    if RECORD.exists():
-        kept = json.loads(RECORD.read_text())
-    kept["what"] = "every system on one request of 401 prompt tokens, see shared/kvlab/systems.py"
-    gpu = environments.gpu()
+    device, gpu = environments.device(), environments.gpu()
+    devices = json.loads(RECORD.read_text())["devices"] if RECORD.exists() else {}
     for system in SYSTEMS:
         if system.name in seen:
-            kept["devices"].setdefault(device, {})[system.name] = {
+            devices.setdefault(device, {})[system.name] = {
                 "version": system.version(device),
                 "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
                 "hardware": "CPU" if isinstance(gpu, str) or device == "cpu" else gpu.name,
                 "seen": seen[system.name],
             }
-    RECORD.write_text(json.dumps(kept, indent=2) + "\n")
+    rows = [
+        {
+            "system": name,
+            "version": found["version"],
+            "seen": told(found["seen"]),
+            "on": f"{found['hardware']}, {found['date']}",
+        }
+        for known in devices.values()
+        for name, found in known.items()
+    ]
+    content = {
+        "what": "every system on one request of 401 prompt tokens: shared/kvlab/systems.py",
+        "conditions": {"model": MODEL, "dtype": "float32", "output tokens": OUTPUT},
+        "devices": devices,
+        "values": {"systems": rows},
+    }
+    RECORD.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def seen_on(device: str) -> dict[str, Any]:
@@ -256,3 +268,16 @@ def rows() -> list[tuple[str, str, str, str, str]]:
     return [
         (s.name, s.role, s.version(device), told_of(s, "cpu"), told_of(s, "cuda")) for s in SYSTEMS
     ]
+
+
+def report() -> None:
+    """Print the table of systems."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="Systems, and where the course has seen them run", title_justify="left")
+    for heading in ("system", "what it is", "pinned", "seen on a CPU", "seen on CUDA"):
+        table.add_column(heading, overflow="fold")
+    for row in rows():
+        table.add_row(*row)
+    Console().print(table)
