@@ -174,7 +174,7 @@ def versions() -> None:
     """Which version of each system is pinned, and where the course has seen it run."""
     from kvlab import systems
 
-    systems.report()
+    systems.print_table()
 
 
 @engines.command()

@@ -196,7 +196,7 @@ def report(deep: bool = False) -> None:
 
     from kvlab import systems
 
-    systems.report()
+    systems.print_table()
 
 
 if __name__ == "__main__":

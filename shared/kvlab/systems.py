@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvlab import environments
+from kvlab import environments, report
 from kvlab.engines.protocol import Completion, Engine, EngineError
 from kvlab.paths import ROOT, make_cache
 
@@ -218,7 +218,7 @@ def told(seen: Seen) -> str:
 def record(seen: dict[str, Seen]) -> None:
     """Add what was seen to results/systems.json, under this device."""
     device, gpu = environments.device(), environments.gpu()
-    devices = json.loads(RECORD.read_text())["devices"] if RECORD.exists() else {}
+    devices = json.loads(RECORD.read_text())["values"]["devices"] if RECORD.exists() else {}
     for system in SYSTEMS:
         if system.name in seen:
             devices.setdefault(device, {})[system.name] = {
@@ -237,20 +237,19 @@ def record(seen: dict[str, Seen]) -> None:
         for known in devices.values()
         for name, found in known.items()
     ]
-    content = {
-        "what": "every system on one request of 401 prompt tokens: shared/kvlab/systems.py",
-        "conditions": {"model": MODEL, "dtype": "float32", "output tokens": OUTPUT},
-        "devices": devices,
-        "values": {"systems": rows},
-    }
-    RECORD.write_text(json.dumps(content, indent=2) + "\n")
+    report.record(
+        RECORD.stem,
+        "every system on one request of 401 prompt tokens: shared/kvlab/systems.py",
+        {"model": MODEL, "dtype": "float32", "output tokens": OUTPUT},
+        {"systems": rows, "devices": devices},
+    )
 
 
 def seen_on(device: str) -> dict[str, Any]:
     """What results/systems.json says of a device: {system: {"version", "date", "seen"}}."""
     if not RECORD.exists():
         return {}
-    found: dict[str, Any] = json.loads(RECORD.read_text())["devices"].get(device, {})
+    found: dict[str, Any] = json.loads(RECORD.read_text())["values"]["devices"].get(device, {})
     return found
 
 
@@ -270,7 +269,7 @@ def rows() -> list[tuple[str, str, str, str, str]]:
     ]
 
 
-def report() -> None:
+def print_table() -> None:
     """Print the table of systems."""
     from rich.console import Console
     from rich.table import Table

@@ -288,6 +288,7 @@ class SGLang(Native):
             "--enable-metrics",
             "--enable-cache-report",  # cached_tokens in the answers
             "--incremental-streaming-output",
+            "--sleep-on-idle",  # else an idle scheduler keeps a core busy
             "--skip-server-warmup",  # its requests would be in the cache, and in the counts
         ]
         if self.device == "cpu":
