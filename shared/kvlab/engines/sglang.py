@@ -10,6 +10,10 @@ Checked against SGLang 0.5.23 (srt/entrypoints/http_server.py, srt/managers/io_s
 srt/arg_groups/fields). On a CPU the same wheel runs with stand-ins for a few copy kernels that
 exist for CUDA only (kvlab/inside/sglang_cpu): scheduler, radix tree and tiers are the real ones,
 speed says nothing.
+
+Its API listens on loopback and asks for a token. One port more, of torch's process group (a
+TCPStore), **listens on all interfaces**, whatever it is told: on a machine in an open network, run
+it behind a firewall.
 """
 
 from __future__ import annotations
