@@ -11,9 +11,9 @@ srt/arg_groups/fields). On a CPU the same wheel runs with stand-ins for a few co
 exist for CUDA only (kvlab/inside/sglang_cpu): scheduler, radix tree and tiers are the real ones,
 speed says nothing.
 
-Its API listens on loopback and asks for a token. One port more, of torch's process group (a
-TCPStore), **listens on all interfaces**, whatever it is told: on a machine in an open network, run
-it behind a firewall.
+It listens on loopback alone, and asks for a token but where one only looks. Two exceptions: with a
+Mooncake Store below it, and as one side of a prefill/decode pair, Mooncake's Transfer Engine listens
+on all interfaces (`kvlab.engines.transfer_engine`).
 """
 
 from __future__ import annotations
@@ -292,6 +292,8 @@ class SGLang(Native):
             "--enable-metrics",
             "--enable-cache-report",  # cached_tokens in the answers
             "--incremental-streaming-output",
+            # On by default on a GPU; it shifts what a step schedules.
+            "--disable-overlap-schedule",
             "--sleep-on-idle",  # else an idle scheduler keeps a core busy
             "--skip-server-warmup",  # its requests would be in the cache, and in the counts
         ]
@@ -343,6 +345,9 @@ class SGLang(Native):
         env = environments.clean_variables(ENVIRONMENT, self._python) | {
             "TMPDIR": str(folder),
             "PYTHONPATH": str(paths.ROOT / "shared"),  # kvlab.inside
+            "SGLANG_HOST_IP": "127.0.0.1",  # for the sockets between its processes and to a pair's
+            # Else torch opens a port for its process group, on all interfaces.
+            "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{folder / 'rendezvous'}",
             # GET /health would generate a token, which the counters count.
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
             # The library that renames its processes would write over /proc/PID/environ, where
