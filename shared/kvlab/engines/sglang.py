@@ -11,9 +11,9 @@ srt/arg_groups/fields). On a CPU the same wheel runs with stand-ins for a few co
 exist for CUDA only (kvlab/inside/sglang_cpu): scheduler, radix tree and tiers are the real ones,
 speed says nothing.
 
-It listens on loopback alone, and asks for a token but where one only looks. Two exceptions: with a
-Mooncake Store below it, and as one side of a prefill/decode pair, Mooncake's Transfer Engine listens
-on all interfaces (`kvlab.engines.transfer_engine`).
+It listens on loopback alone, and asks for a token. Two exceptions: with a Mooncake Store below it,
+and as one side of a prefill/decode pair, Mooncake's Transfer Engine listens on all interfaces
+(`kvlab.engines.transfer_engine`).
 """
 
 from __future__ import annotations
