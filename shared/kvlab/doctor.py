@@ -6,6 +6,7 @@ prints plain lines, in the notebook environment a table.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -196,7 +197,8 @@ def report(deep: bool = False) -> None:
 
     from kvlab import systems
 
-    systems.print_table()
+    with contextlib.suppress(SetupError):  # a bad setting, which the table above has named
+        systems.print_table()
 
 
 if __name__ == "__main__":

@@ -187,9 +187,9 @@ def python(name: str) -> Path:
     place = folder(name)
     if not is_whole(place):
         raise EnvironmentMissing(
-            f"{TITLES[name][0].upper()}{TITLES[name][1:]} is not there "
-            f"(about {SIZES[name, device()][1]} GB in {place}).\n"
-            f"Make it with `.venv/bin/kvlab engines install {name}` in the checkout."
+            f"There is no {HOLDS[name]} on this machine yet: {TITLES[name]} is missing in\n"
+            f"{place.parent}. `.venv/bin/kvlab engines install {name}` in the checkout makes it "
+            f"({SIZES[name, device()][1]} GB)."
         )
     return place / "bin" / "python"
 

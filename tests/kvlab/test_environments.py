@@ -35,6 +35,9 @@ def _wheel():
             "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         )
         wheel.writestr(f"{info}/RECORD", "")
+        wheel.writestr("mooncake_transfer_engine_small.libs/own.so", "")
+        for stem in environments._LIBRARIES:
+            wheel.writestr(f"nixl_cu13.libs/{stem}-01234567.so.1", stem)
     return buffer.getvalue()
 
 
@@ -141,7 +144,7 @@ def _end(process):
 
 
 def _missing():
-    with pytest.raises(environments.EnvironmentMissing, match="make setup"):
+    with pytest.raises(environments.EnvironmentMissing, match="engines install vllm"):
         environments.python("vllm")
 
 
@@ -154,6 +157,10 @@ def test_it_is_made_once_and_named_vllm(small, index):
     asked = "from importlib.metadata import version; print(version('vllm'))"
     version = subprocess.run([python, "-c", asked], capture_output=True, text=True, check=True)
     assert version.stdout == "0.32.0+cpu\n"
+    # Mooncake's folder of libraries has those that NIXL brought.
+    (own,) = python.parents[1].rglob("mooncake_transfer_engine_small.libs")
+    assert (own / "libibverbs.so.1").read_text() == "libibverbs"
+    assert len(list(own.iterdir())) == 1 + len(environments._LIBRARIES)
     code, said = _end(small("http://127.0.0.1:9/simple"))
     assert (code, said) == (0, f"{python}\n")
 
@@ -285,3 +292,26 @@ def test_kvlab_device_overrides(monkeypatch):
     monkeypatch.setenv("KVLAB_DEVICE", "tpu")
     with pytest.raises(SetupError, match="it may be cpu or cuda"):
         environments.device()
+
+
+def test_an_environment_in_use_is_not_removed(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVLAB_CACHE", str(tmp_path))
+    place = environments.make_cache("environments") / f"sglang-{environments.device()}-0123456789ab"
+    (place / "bin").mkdir(parents=True)
+    (place / "bin" / "sleep").symlink_to("/bin/sleep")
+    (place / environments.MARKER).write_text("{}")
+    (place / "something").write_bytes(bytes(1000))
+    with subprocess.Popen([place / "bin" / "sleep", "60"]) as user:
+        with pytest.raises(SetupError, match=f"in use by process {user.pid}"):
+            environments.remove("sglang")
+        user.kill()
+    assert environments.remove("sglang") >= 1000
+    assert not place.exists()
+    assert environments.remove("sglang") == 0
+
+
+def test_too_old_a_glibc_is_said_beforehand(tmp_path, monkeypatch):
+    monkeypatch.setenv("KVLAB_CACHE", str(tmp_path))
+    monkeypatch.setattr(environments.platform, "libc_ver", lambda: ("glibc", "2.31"))
+    with pytest.raises(SetupError, match=r"glibc 2\.34 or later, and this system has 2\.31"):
+        environments.announce("sglang", "cpu", tmp_path / "x")
