@@ -214,7 +214,7 @@ def start(
     hicache: HiCache | None = None,
     disaggregation: Literal["prefill", "decode"] | None = None,
     port: int | None = None,
-    deadline: float = 300,
+    deadline: float = 600,
     extra_args: Sequence[str] = (),
 ) -> SGLang:
     """Start SGLang on this machine's CPU or GPU and return it when it is ready.
@@ -250,6 +250,7 @@ class SGLang(Native):
     """An SGLang server; `start` makes one. Its processes end with stop() or its `with` block."""
 
     name = "SGLang"
+    grace = 4.0  # by itself it takes 6 to 17 s, to look at a GPU that it may not have
     _metrics_prefix = "sglang:"
     _health = "/health"
 
