@@ -36,6 +36,8 @@ from typing import Any, Literal
 
 TIME_LIMIT_SECONDS = 10
 PRINT_LIMIT_CHARACTERS = 2_000
+_LONGEST_VERDICT = 2_000
+"""Characters: an error may carry megabytes."""
 
 Kind = Literal["predict", "measure", "build", "break", "explain"]
 
@@ -142,7 +144,7 @@ def judge(exercise: Exercise, answer: Any) -> Verdict:
             "cell again",
         )
     except Wrong as wrong:
-        return Verdict("failed", str(wrong))
+        return Verdict("failed", str(wrong)[:_LONGEST_VERDICT])
     except _TimeUp:
         return Verdict(
             "failed",
@@ -156,7 +158,8 @@ def judge(exercise: Exercise, answer: Any) -> Verdict:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit, and whatever else a learner's code may raise
-        return Verdict("failed", f"your code raised {_said(error)}{_where(error)}")
+        said = f"your code raised {_said(error)}"[:_LONGEST_VERDICT]
+        return Verdict("failed", said + _where(error))
 
 
 def check(exercise_id: str, answer: Any) -> None:
@@ -216,7 +219,9 @@ def _how_far(guess: float, seen: float) -> str:
     if guess * seen <= 0:  # no ratio says anything
         return said
     ratio = max(guess / seen, seen / guess)
-    times = f"{ratio:.1f}" if ratio < 10 else f"{ratio:,.0f}"
+    if ratio < 1.05:
+        return f"{said}, almost"
+    times = f"{ratio:.1f}" if ratio < 9.95 else f"{ratio:,.0f}" if ratio < 1e6 else "a million"
     return f"{said}, {times} times too {'much' if guess > seen else 'little'}"
 
 
@@ -322,7 +327,7 @@ def _captured_prints() -> Iterator[None]:
 def _said(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"
-    except Exception:  # its own __str__ fails
+    except BaseException:  # its own __str__ fails
         return type(error).__name__
 
 

@@ -242,6 +242,8 @@ def test_hints_come_in_stages(capsys, monkeypatch):
         (2190.0, 2190, "n: 2,190 (as you guessed)"),
         (1000, 2190, "n: 2,190 (you guessed 1,000, 2.2 times too little)"),
         (23_040, 1, "n: 1 (you guessed 23,040, 23,040 times too much)"),
+        (2189, 2190, "n: 2,190 (you guessed 2,189, almost)"),
+        (1e-9, 1, "n: 1 (you guessed 1e-09, a million times too little)"),
         (3, 0, "n: 0 (you guessed 3)"),
         (-2, 5, "n: 5 (you guessed -2)"),
         ("many", 5, "n: 5 (your guess should be a number, and is a str)"),

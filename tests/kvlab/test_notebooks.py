@@ -170,11 +170,20 @@ def test_strict_nbval_grades_a_learners_copy(tmp_path):
         lambda cell: cell.update(source="# " + cell.source.replace("\n", "\n# ")),
         lambda cell: cell.metadata.update(tags=["nbval-skip"]),
         lambda cell: cell.metadata.update(tags=["raises-exception"]),
+        lambda cell: cell.metadata.update(tags=["nbval-raises-exception"]),
+        lambda cell: cell.update(source="# NBVAL_SKIP\n" + cell.source),
+        lambda cell: cell.update(source=cell.source + "  #NBVAL_RAISES_EXCEPTION"),
+        lambda cell: cell.update(source="%%script false\n" + cell.source),
+        lambda cell: cell.update(source=f"text = '''{cell.source}'''"),
+        lambda cell: cell.update(source="if False:\n    check('00.1', 0)"),
     ],
 )
-def test_a_copy_without_a_check_is_not_graded_as_done(tmp_path, disarm):
+@pytest.mark.parametrize("name", ["00_one_request.ipynb", "00_one_request-Copy1.ipynb"])
+def test_a_copy_without_a_check_is_not_graded_as_done(tmp_path, name, disarm):
     lab = notebooks.read(ROOT / "labs" / "00_one_request.ipynb")
-    path = tmp_path / "00_one_request.ipynb"
+    first = next(cell for cell in lab.cells if cell.id == "ex1")
+    first.source = first.source.replace('check("00.1", ', "%time 1\ncheck(\n    '00.1',\n    ")
+    path = tmp_path / name
     path.write_text(nbformat.writes(lab))
     assert notebooks.unchecked(path) == []
     disarm(next(cell for cell in lab.cells if cell.id == "ex1"))

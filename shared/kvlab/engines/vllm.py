@@ -84,7 +84,7 @@ def start(
     connector: Connector | None = None,
     kv_events: bool = False,
     port: int | None = None,
-    deadline: float = 300,
+    deadline: float = 600,
     extra_args: Sequence[str] = (),
 ) -> VLLM:
     """Start vLLM on this machine's CPU or GPU and return it when it is ready.
