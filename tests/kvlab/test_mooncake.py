@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def master() -> Iterator[Master]:
-    with mooncake.start(lease_ms=300, client_ttl_seconds=2) as running:
+    with mooncake.start(lease_ms=2000, client_ttl_seconds=2) as running:
         yield running
 
 
@@ -41,7 +41,7 @@ def clients(master: Master, shared_clients: tuple[Store, Store]) -> tuple[Store,
         a.remove_all()
         return master.metrics()["master_key_count"] == 0
 
-    assert within(10, empty)
+    assert within(30, empty)
     return a, b
 
 
