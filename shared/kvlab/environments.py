@@ -219,6 +219,9 @@ def clean_variables(name: str, python: Path) -> dict[str, str]:
         "FLASHINFER_WORKSPACE_BASE": str(home),
         "HF_HUB_OFFLINE": "1",
         "DO_NOT_TRACK": "1",
+        # Engines rename their processes, and the library for that would write the new name over
+        # the environment in /proc, where kvlab.supervisor.marked looks.
+        "SPT_NOENV": "1",
     }
 
 

@@ -95,6 +95,7 @@ class Router(Native):
         return [
             *(str(self._python), "-m", "kvlab.inside.sglang_router"),
             *("--host", "127.0.0.1", "--port", str(self.port)),
+            *("--log-level", "warn"),
             *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(self.ports["metrics"])),
             *self._where,
         ]

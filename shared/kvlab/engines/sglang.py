@@ -351,9 +351,6 @@ class SGLang(Native):
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{folder / 'rendezvous'}",
             # GET /health would generate a token, which the counters count.
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
-            # The library that renames its processes would write over /proc/PID/environ, where
-            # kvlab.supervisor.marked looks.
-            "SPT_NOENV": "1",
         }
         if self.device == "cpu":
             env |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}

@@ -262,9 +262,6 @@ class VLLM(Server):
             "VLLM_RPC_BASE_PATH": str(folder),
             "VLLM_SERVER_DEV_MODE": "1",  # POST /reset_prefix_cache
             "VLLM_HOST_IP": "127.0.0.1",  # for the sockets between its processes
-            # vLLM renames its processes, and the library for that would write the new name over
-            # the environment in /proc, where kvlab.supervisor.marked looks.
-            "SPT_NOENV": "1",
             # Whole hashes, and not 64 bits of them.
             "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0",
             # Without a token nothing but a look: VLLM_SERVER_DEV_MODE opens more than a reset.
