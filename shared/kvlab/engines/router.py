@@ -33,10 +33,10 @@ def start(
     *,
     policy: Literal["cache_aware", "round_robin", "random", "power_of_two"] = "cache_aware",
     port: int | None = None,
-    deadline: float = 60,
+    deadline: float = 180,
 ) -> Router:
     """Start a router in front of running replicas. Raises EngineError."""
-    where = [word for replica in replicas for word in ("--worker-urls", replica.url)]
+    where = ["--worker-urls", *(replica.url for replica in replicas)]
     return Router(replicas, [*where, "--policy", policy], port, deadline).start()
 
 
@@ -44,7 +44,7 @@ def start_pair(
     model: str | Path = "smollm2-135m",
     *,
     port: int | None = None,
-    deadline: float = 60,
+    deadline: float = 180,
     **settings: Any,
 ) -> Router:
     """Start a prefill server, a decode server and a router in front of them.
