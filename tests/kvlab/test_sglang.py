@@ -1,4 +1,4 @@
-"""The real SGLang: its radix tree, HiCache's tiers, its router, and prefill and decode apart."""
+"""The real SGLang: its radix tree, HiCache's tiers, and its router."""
 
 from __future__ import annotations
 
@@ -150,18 +150,3 @@ def _answers(front: router.Router) -> bool:
         return len(front.generate(PROMPT, max_tokens=2).token_ids) == 2
     except EngineError:
         return False
-
-
-def test_prefill_and_decode_apart(warm: Any) -> None:
-    alone = warm(sglang, MODEL).generate(PROMPT, max_tokens=8, ignore_eos=True)
-    with router.start_pair(MODEL) as pair:
-        answer = pair.generate(PROMPT, max_tokens=8, ignore_eos=True)
-        assert answer.token_ids == alone.token_ids
-        prefill, decode = pair.replicas
-        head = "sglang:prompt_tokens_total"
-        computed = [
-            sum(value for name, value in side.metrics().items() if name.startswith(head))
-            for side in (prefill, decode)
-        ]
-        assert computed[0] >= 400
-    assert not any(replica.is_alive for replica in pair.replicas)
