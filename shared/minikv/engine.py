@@ -238,6 +238,8 @@ class LLM:
                     token_ids=so_far.token_ids[num_tokens:],
                     logprobs=so_far.logprobs[num_tokens:],
                     finish_reason=so_far.finish_reason,
+                    prompt_tokens=len(so_far.prompt_token_ids),
+                    cached_tokens=so_far.cached_tokens,
                 )
                 if so_far.finished:
                     return

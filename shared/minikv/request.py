@@ -190,10 +190,13 @@ class Piece:
     """One step's worth of a streamed output: what is new since the piece before.
 
     The text can be empty although there is a token: half a character, or what may turn out to be
-    the beginning of a stop string, is held back until it is decided.
+    the beginning of a stop string, is held back until it is decided. How many tokens the prompt
+    has, and how many of them were found in the prefix cache, stand in every piece.
     """
 
     text: str
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str | None
+    prompt_tokens: int
+    cached_tokens: int

@@ -17,9 +17,19 @@ TEXT = "The key-value cache of a language model holds"
 TOKENS = list(range(1000, 1200))
 
 
-@pytest.fixture(params=[minikv, vllm, sglang], ids=lambda module: module.__name__.split(".")[-1])
-def engine(request: pytest.FixtureRequest, warm: Any) -> Engine:
-    engine: Engine = warm(request.param, MODEL)
+# Of the module's scope, so that pytest runs all tests of one engine before those of the next.
+@pytest.fixture(
+    scope="module",
+    params=[minikv, vllm, sglang],
+    ids=lambda module: module.__name__.split(".")[-1],
+)
+def started_by(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@pytest.fixture
+def engine(started_by: Any, warm: Any) -> Engine:
+    engine: Engine = warm(started_by, MODEL)
     return engine
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, Literal, Self, Unpack, cast, overload
 
@@ -28,6 +28,7 @@ from kvlab.engines.protocol import (
     is_one,
 )
 from minikv import LLM, RequestOutput, SamplingParams
+from minikv.request import Piece
 
 
 def start(
@@ -116,7 +117,9 @@ class MiniKV:
         with _plainly():
             params = SamplingParams(max_tokens=max_tokens, temperature=temperature, **sampling)
             pieces = self.llm.stream(prompt, params, cache_salt=cache_salt)
-            yield from (Chunk(p.text, p.token_ids, p.logprobs, p.finish_reason) for p in pieces)
+            for p in pieces:
+                end = {} if p.finish_reason is None else _end(p)
+                yield Chunk(p.text, p.token_ids, p.logprobs, p.finish_reason, **end)
 
     def metrics(self) -> dict[str, float]:
         """minikv's counts since it was started, such as "minikv:token_forwards_total"."""
@@ -149,12 +152,17 @@ class MiniKV:
 
 
 @contextlib.contextmanager
-def _plainly() -> Any:
+def _plainly() -> Iterator[None]:
     """minikv's own errors as those of the protocol."""
     try:
         yield
     except (ValueError, TypeError) as error:
         raise EngineError(f"minikv refused: {error}") from error
+
+
+def _end(piece: Piece) -> dict[str, int]:
+    """What only the last chunk of a stream tells."""
+    return {"prompt_tokens": piece.prompt_tokens, "cached_tokens": piece.cached_tokens}
 
 
 def _completion(output: RequestOutput) -> Completion:
