@@ -297,7 +297,9 @@ class SGLang(Native):
             self._flags += [
                 *("--device", "cpu"),
                 *("--attention-backend", "torch_native"),
-                *("--mem-fraction-static", "0.1"),
+                # What weights and pool may take of the memory that is free at the start; the pool
+                # has max_total_tokens. Whatever else starts meanwhile counts as taken, too.
+                *("--mem-fraction-static", "0.6"),
             ]
         if hicache is not None:
             self._flags += _tiers(hicache)
