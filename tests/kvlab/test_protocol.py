@@ -96,6 +96,10 @@ def test_options(engine: Engine) -> None:
     stopped = engine.generate(TEXT, max_tokens=12, stop=word)
     assert stopped.text == whole.text[: whole.text.index(word)]
     assert stopped.finish_reason == "stop"
+    if isinstance(engine, sglang.SGLang):
+        with pytest.raises(EngineError, match="heeds a seed only with"):
+            engine.generate(TEXT, seed=1)
+        return
     drawn = [engine.generate(TEXT, max_tokens=8, temperature=1.5, seed=s) for s in (1, 1, 2, 3)]
     assert drawn[0].token_ids == drawn[1].token_ids
     assert len({tuple(completion.token_ids) for completion in drawn}) > 1

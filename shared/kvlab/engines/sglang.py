@@ -177,6 +177,11 @@ class Native(Server):
         cache_salt: str | None = None,
     ) -> dict[str, Any]:
         """The body of a request to /generate. Raises EngineError for what is no request."""
+        if seed is not None:  # it would be taken, and make no difference
+            raise EngineError(
+                f"{self.name} heeds a seed only with --enable-deterministic-inference, which the "
+                "course does not use. With temperature 0 its answers repeat."
+            )
         sampling: dict[str, Any] = {
             "max_new_tokens": max_tokens,
             "temperature": temperature,
@@ -184,8 +189,6 @@ class Native(Server):
             "stop": [stop] if isinstance(stop, str) else list(stop),
             "ignore_eos": ignore_eos,
         }
-        if seed is not None:
-            sampling["sampling_seed"] = seed
         body: dict[str, Any] = {"sampling_params": sampling, "return_logprob": True}
         if isinstance(prompt, str):
             body["text"] = prompt
@@ -275,6 +278,7 @@ class SGLang(Native):
         """The model's folder."""
         self.model = self.folder.name if isinstance(model, Path) or Path(model).is_dir() else model
         super().__init__(f"with {self.model}", port=port, deadline=deadline)
+        self._vocabulary = int(json.loads((self.folder / "config.json").read_text())["vocab_size"])
         self._hicache = hicache
         self._flags = [
             *("--dtype", dtype),
@@ -354,6 +358,16 @@ class SGLang(Native):
         return None
 
     # The engine.
+
+    def ask(self, body: dict[str, Any]) -> dict[str, Any]:
+        """What POST /generate answers to a body, as JSON. Raises EngineError."""
+        wrong = [t for t in body.get("input_ids", ()) if not 0 <= t < self._vocabulary]
+        if wrong:  # SGLang 0.5.23 would take it, and its scheduler would end
+            raise EngineError(
+                f"{self.name} refused: token {wrong[0]} is none of the {self._vocabulary} of "
+                f"{self.model}."
+            )
+        return super().ask(body)
 
     def cached_by_tier(self, prompt: Prompt, **options: Unpack[Options]) -> Tiers:
         """Complete a prompt, and say from which tier its cached tokens came."""
