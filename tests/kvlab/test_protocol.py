@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engine_help import need
+from engine_help import need, within
 
 from kvlab.engines import minikv, sglang, vllm
 from kvlab.engines.protocol import Completion, Engine, EngineError
@@ -118,9 +118,12 @@ def test_what_is_no_prompt_is_refused(engine: Engine, prompt: Any) -> None:
 def test_metrics_count(engine: Engine) -> None:
     before = engine.metrics()
     engine.generate(TOKENS, max_tokens=2)
-    after = engine.metrics()
-    assert all(isinstance(value, float | int) for value in after.values())
-    assert any(after[name] > before.get(name, 0) for name in after)
+    assert all(isinstance(value, float | int) for value in engine.metrics().values())
+
+    def counted() -> bool:  # an engine may count some moments after its answer
+        return any(value > before.get(name, 0) for name, value in engine.metrics().items())
+
+    assert within(30, counted)
 
 
 def test_stopped_and_started_again() -> None:
