@@ -41,7 +41,7 @@ SIZES = {
     ("notebook", "cuda"): (2.9, 5.5),
     ("vllm", "cpu"): (0.9, 3.8),
     ("vllm", "cuda"): (5.3, 10.9),
-    ("sglang", "cpu"): (0.8, 2.5),
+    ("sglang", "cpu"): (0.8, 2.7),
     ("sglang", "cuda"): (5.0, 11.0),
     ("router", "cpu"): (0.1, 0.1),
     ("router", "cuda"): (0.1, 0.1),

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from kvlab.environments import GLIBC
 from kvlab.install import TORCH
 from kvlab.paths import ROOT, SetupError, make_cache
 
@@ -74,9 +75,6 @@ LEFT_OUT = {
     ),
 }
 
-# The oldest glibc that the wheels are built for; 2.28 unless said otherwise.
-GLIBC = {"sglang-cpu": "2_34", "sglang-cuda": "2_34"}
-
 
 def merged(by_python: dict[str, list[str]]) -> list[str]:
     """Pins for 3.11 and for 3.12 as one list, marked where only one of them has a line."""
@@ -100,8 +98,8 @@ def resolve(name: str) -> list[str]:
         for version in PYTHONS:
             command = [sys.executable, "-m", "uv", "pip", "compile", str(FOLDER / FILES[name])]
             command += ["--output-file", str(output), "--python-version", version]
-            platform = f"x86_64-manylinux_{GLIBC.get(name, '2_28')}"
-            command += ["--python-platform", platform, "--quiet"]
+            major, minor = GLIBC.get(name.partition("-")[0], (2, 28))
+            command += ["--python-platform", f"x86_64-manylinux_{major}_{minor}", "--quiet"]
             command += ["--no-annotate", "--no-header"]
             command += ["--no-emit-index-url", "--no-emit-find-links"]
             if name.endswith("-cpu"):

@@ -25,7 +25,6 @@ from typing import Any, Literal
 
 import blake3
 
-from kvlab import environments
 from kvlab.engines.process import Run
 from kvlab.engines.protocol import EngineError
 from kvlab.engines.server import Server
@@ -64,6 +63,7 @@ class LMCache(Server):
     """An LMCache server; `start` makes one."""
 
     name = "LMCache"
+    _environment_name = ENVIRONMENT
     _port_names = ("zmq", "http")
     _health = "/healthcheck"
     _metrics_prefix = "lmcache_"
@@ -78,7 +78,6 @@ class LMCache(Server):
         deadline: float,
     ) -> None:
         super().__init__(f"with {memory_bytes >> 20} MiB", port=port, deadline=deadline)
-        self._python = environments.python(ENVIRONMENT)
         self.chunk_size = chunk_size
         self.folder = folder
         self._flags = [
@@ -101,10 +100,7 @@ class LMCache(Server):
         ]
 
     def _environment(self, folder: Path) -> dict[str, str]:
-        return environments.clean_variables(ENVIRONMENT, self._python) | {
-            "TMPDIR": str(folder),
-            **_QUIET,
-        }
+        return super()._environment(folder) | _QUIET
 
     def _is_ready(self, run: Run) -> bool:
         return super()._is_ready(run) and self._listens(run, self.ports["zmq"])

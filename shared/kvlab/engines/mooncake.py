@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, Self
 
 import psutil
 
-from kvlab import environments
 from kvlab.engines.process import Run
 from kvlab.engines.protocol import EngineError
 from kvlab.engines.server import Server
@@ -81,6 +80,7 @@ class Master(Server):
     """The process that knows which client holds which object; `start` makes one."""
 
     name = "Mooncake master"
+    _environment_name = ENVIRONMENT
     _port_names = ("rpc", "http")
     _health = "/health"
     _metrics_prefix = "master_"
@@ -96,7 +96,6 @@ class Master(Server):
         deadline: float,
     ) -> None:
         super().__init__(port=port, deadline=deadline)
-        self._python = environments.python(ENVIRONMENT)
         self._flags = [
             f"--default_kv_lease_ttl={lease_ms}",
             f"--default_kv_soft_pin_ttl={soft_pin_ms}",
@@ -116,9 +115,6 @@ class Master(Server):
             "--enable_metric_reporting=false",
             *self._flags,
         ]
-
-    def _environment(self, folder: Path) -> dict[str, str]:
-        return environments.clean_variables(ENVIRONMENT, self._python) | {"TMPDIR": str(folder)}
 
     def _is_ready(self, run: Run) -> bool:
         return super()._is_ready(run) and self._listens(run, self.ports["rpc"])

@@ -30,7 +30,7 @@ from typing import Any, Self
 
 import psutil
 
-from kvlab import paths, supervisor
+from kvlab import environments, paths, supervisor
 from kvlab.engines.protocol import EngineError
 from kvlab.supervisor import Process
 
@@ -344,9 +344,10 @@ can speak with its replicas."""
 class System:
     """A system in processes of its own.
 
-    A derived class sets `name`, gives `_command` and `_environment`, says in `_is_ready` when it is
-    ready, and may translate what it says when it fails in `_explain`. Its ports are chosen anew at
-    each start, free ones on loopback, under the names in `_port_names`.
+    A derived class sets `name` and `_environment_name`, gives `_command`, says in `_is_ready` when
+    it is ready, and may add to `_environment`, or translate in `_sentences` what it says when it
+    fails. Its ports are chosen anew at each start, free ones on loopback, under the names in
+    `_port_names`.
 
     Everything of it ends with stop(), with its `with` block, when the object is forgotten, when
     the interpreter exits, and, by the supervisor, when this process is killed.
@@ -355,6 +356,8 @@ class System:
     name = "system"
     grace = 10.0
     """Seconds between SIGTERM and SIGKILL. A healthy engine needs less than one."""
+    _environment_name = ""
+    """Whose Python runs it; see kvlab.environments."""
     _port_names: tuple[str, ...] = ("http",)
 
     def __init__(self, of: str = "", *, port: int | None = None, deadline: float = 300) -> None:
@@ -376,8 +379,11 @@ class System:
         raise NotImplementedError
 
     def _environment(self, folder: Path) -> dict[str, str]:
-        """Its environment; `folder` is the run's own, removed with it, and where it is started."""
-        raise NotImplementedError
+        """Its variables; `folder` is the run's own, removed with it, and where it is started."""
+        return environments.clean_variables(self._environment_name, self._python) | {
+            "TMPDIR": str(folder),
+            "PYTHONPATH": str(paths.ROOT / "shared"),  # kvlab.inside
+        }
 
     def _check_room(self) -> None:
         """Raise EngineError where it cannot fit; what others left is gone by now."""
@@ -391,9 +397,12 @@ class System:
     def _disconnect(self) -> None:
         """Close what _connect opened; may be called twice."""
 
+    _sentences: tuple[tuple[str, str], ...] = ()
+    """Patterns of its error lines, each with a clear sentence; the first that fits counts."""
+
     def _explain(self, line: str) -> str | None:
         """A clear sentence for one of its error lines, or None."""
-        return None
+        return next((said for pattern, said in self._sentences if re.search(pattern, line)), None)
 
     # Start and stop.
 
@@ -493,6 +502,11 @@ class System:
         return f"<{self._title}, {state}>"
 
     # What is known about it.
+
+    @property
+    def _python(self) -> Path:
+        """The interpreter that runs it. Raises kvlab.environments.EnvironmentMissing."""
+        return environments.python(self._environment_name)
 
     @property
     def _title(self) -> str:

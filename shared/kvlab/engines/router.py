@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from kvlab import environments, paths
 from kvlab.engines.process import TOKEN
 from kvlab.engines.sglang import Native, SGLang
 from kvlab.inside import token
@@ -41,6 +40,7 @@ class Router(Native):
     """A router with its replicas as one engine; `start` makes one."""
 
     name = "sglang-router"
+    _environment_name = ENVIRONMENT
     _port_names = ("http", "metrics")
     _metrics_port = "metrics"
     _metrics_prefix = "smg_"
@@ -54,7 +54,6 @@ class Router(Native):
         deadline: float,
     ) -> None:
         super().__init__(f"with {len(replicas)} servers", port=port, deadline=deadline)
-        self._python = environments.python(ENVIRONMENT)
         self.replicas = list(replicas)
         self._where = where
 
@@ -68,11 +67,7 @@ class Router(Native):
         ]
 
     def _environment(self, folder: Path) -> dict[str, str]:
-        return environments.clean_variables(ENVIRONMENT, self._python) | {
-            "TMPDIR": str(folder),
-            token.VARIABLE: TOKEN,
-            "PYTHONPATH": str(paths.ROOT / "shared"),  # kvlab.inside
-        }
+        return super()._environment(folder) | {token.VARIABLE: TOKEN}
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached KV of all servers behind it; False if one of them is busy."""

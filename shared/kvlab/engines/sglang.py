@@ -19,26 +19,16 @@ from __future__ import annotations
 
 import json
 import operator
-import re
-from collections.abc import Generator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal
 
-from kvlab import environments, models, paths
+from kvlab import environments, models
+from kvlab.engines.generating import GeneratingServer
 from kvlab.engines.mooncake import Master
 from kvlab.engines.process import TOKEN, available_memory
-from kvlab.engines.protocol import (
-    Chunk,
-    Completion,
-    EngineError,
-    Options,
-    Prompt,
-    Prompts,
-    complete,
-    is_one,
-)
-from kvlab.engines.server import Server
+from kvlab.engines.protocol import Chunk, Completion, EngineError, Prompt
 
 ENVIRONMENT = "sglang"
 
@@ -75,94 +65,10 @@ class Tiers:
         return self.device + self.host + self.storage
 
 
-class Native(Server):
+class Native(GeneratingServer):
     """What speaks SGLang's own POST /generate: SGLang, and the router in front of it."""
 
-    @overload
-    def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Completion: ...
-    @overload
-    def generate(self, prompt: Prompts, **options: Unpack[Options]) -> list[Completion]: ...
-    def generate(
-        self,
-        prompt: Prompt | Prompts,
-        *,
-        max_tokens: int = 16,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: int | None = None,
-        stop: str | Sequence[str] = (),
-        ignore_eos: bool = False,
-        cache_salt: str | None = None,
-    ) -> Completion | list[Completion]:
-        """Complete one prompt, or several at the same time.
-
-        A prompt is text or a list of token ids; a list of prompts gives a list of completions in
-        the same order. temperature 0 is greedy. Requests with the same `cache_salt` share cached
-        KV, with different ones they do not. Raises EngineError.
-        """
-
-        def one(item: Prompt) -> Completion:
-            body = self.body(
-                item,
-                max_tokens=max_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                seed=seed,
-                stop=stop,
-                ignore_eos=ignore_eos,
-                cache_salt=cache_salt,
-            )
-            return _completion(self.ask(body))
-
-        return complete(prompt, one)
-
-    def ask(self, body: dict[str, Any]) -> dict[str, Any]:
-        """What POST /generate answers to a body, as JSON. Raises EngineError."""
-        with self._talking() as http:
-            answer: dict[str, Any] = self._checked(http.post("/generate", json=body)).json()
-        return answer
-
-    def stream(
-        self,
-        prompt: Prompt,
-        *,
-        max_tokens: int = 16,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: int | None = None,
-        stop: str | Sequence[str] = (),
-        ignore_eos: bool = False,
-        cache_salt: str | None = None,
-    ) -> Generator[Chunk]:
-        """Complete one prompt and yield what comes as it comes; arguments as in generate().
-
-        The request is sent with the first next(). Closing the generator early closes the
-        connection, and SGLang aborts the request.
-        """
-        if not is_one(prompt):
-            raise EngineError("stream() takes one prompt; generate() takes several.")
-        body = self.body(
-            prompt,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            seed=seed,
-            stop=stop,
-            ignore_eos=ignore_eos,
-            cache_salt=cache_salt,
-        )
-        with (
-            self._talking() as http,
-            http.stream("POST", "/generate", json=body | {"stream": True}) as answer,
-        ):
-            for line in self._checked(answer).iter_lines():
-                data = line.removeprefix("data: ")
-                if data == line or data == "[DONE]":
-                    continue
-                event = json.loads(data)
-                if "error" in event:
-                    raise self._refused(data)
-                yield _chunk(event)
+    _path = "/generate"
 
     def body(
         self,
@@ -176,7 +82,7 @@ class Native(Server):
         ignore_eos: bool = False,
         cache_salt: str | None = None,
     ) -> dict[str, Any]:
-        """The body of a request to /generate. Raises EngineError for what is no request."""
+        """A request to /generate. Raises EngineError for what is no request."""
         if seed is not None:  # it would be taken, and make no difference
             raise EngineError(
                 f"{self.name} heeds a seed only with --enable-deterministic-inference, which the "
@@ -196,11 +102,37 @@ class Native(Server):
             body["input_ids"] = [operator.index(token) for token in prompt]
         if cache_salt is not None:
             body["cache_salt"] = cache_salt
-        try:
-            json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
-        except (TypeError, ValueError) as error:
-            raise EngineError(f"{self.name} cannot be asked that: {error}.") from None
-        return body
+        return self._sendable(body)
+
+    def completion(self, answer: dict[str, Any]) -> Completion:
+        found = answer["meta_info"]
+        token_ids, logprobs = _tokens(answer)
+        return Completion(
+            text=answer["text"],
+            token_ids=token_ids,
+            logprobs=logprobs,
+            prompt_tokens=found["prompt_tokens"],
+            cached_tokens=found["cached_tokens"],
+            finish_reason=found["finish_reason"]["type"],
+        )
+
+    def chunks(self, events: Iterable[dict[str, Any]]) -> Iterator[Chunk]:
+        for event in events:
+            found, (token_ids, logprobs) = event["meta_info"], _tokens(event)
+            end: dict[str, Any] = {}
+            if found["finish_reason"] is not None:
+                end = {
+                    "finish_reason": found["finish_reason"]["type"],
+                    "prompt_tokens": found["prompt_tokens"],
+                    "cached_tokens": found["cached_tokens"],
+                }
+            yield Chunk(event["text"], token_ids, logprobs, **end)
+
+
+def _tokens(answer: dict[str, Any]) -> tuple[list[int], list[float]]:
+    """Ids and log-probabilities of the new tokens: [[logprob, id, text or None], ...]."""
+    pairs = answer["meta_info"].get("output_token_logprobs") or []
+    return [pair[1] for pair in pairs], [pair[0] for pair in pairs]
 
 
 def start(
@@ -245,13 +177,30 @@ def start(
     ).start()
 
 
+_SETTINGS = "settings.yaml"
+# What SGLang's error lines mean.
+_SENTENCES = (
+    (
+        r"Not enough memory|CUDA out of memory",
+        "Memory is too little: stop other engines and kernels, or give a smaller max_total_tokens.",
+    ),
+    (
+        r"ModuleNotFoundError: No module named",
+        "SGLang's environment is damaged: `kvlab engines remove sglang`, then "
+        "`kvlab engines install sglang`.",
+    ),
+    (r"unrecognized arguments", "This SGLang does not know a flag that it was given."),
+)
+
+
 class SGLang(Native):
     """An SGLang server; `start` makes one. Its processes end with stop() or its `with` block."""
 
     name = "SGLang"
+    _environment_name = ENVIRONMENT
     grace = 4.0  # by itself it takes 6 to 17 s, to look at a GPU that it may not have
     _metrics_prefix = "sglang:"
-    _health = "/health"
+    _sentences = _SENTENCES
 
     def __init__(
         self,
@@ -271,7 +220,7 @@ class SGLang(Native):
     ) -> None:
         if isinstance(extra_args, str):
             raise EngineError("extra_args is a list of words, not one text: use text.split().")
-        self._python = environments.python(ENVIRONMENT)
+        environments.python(ENVIRONMENT)  # before a model is made for nothing
         self.device = environments.device()
         """"cpu" or "cuda"."""
         self.folder = models.folder(model)
@@ -335,9 +284,7 @@ class SGLang(Native):
     def _environment(self, folder: Path) -> dict[str, str]:
         # In a file that only this user can read: everybody sees a command line.
         (folder / _SETTINGS).write_text(f"api-key: {TOKEN}\n")
-        env = environments.clean_variables(ENVIRONMENT, self._python) | {
-            "TMPDIR": str(folder),
-            "PYTHONPATH": str(paths.ROOT / "shared"),  # kvlab.inside
+        env = super()._environment(folder) | {
             "SGLANG_HOST_IP": "127.0.0.1",  # for the sockets between its processes
             # Else torch opens a port for its process group, on all interfaces.
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{folder / 'rendezvous'}",
@@ -351,12 +298,6 @@ class SGLang(Native):
             env["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = place
         return env
 
-    def _explain(self, line: str) -> str | None:
-        for pattern, sentence in _SENTENCES:
-            if re.search(pattern, line):
-                return sentence
-        return None
-
     # The engine.
 
     def ask(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -369,7 +310,7 @@ class SGLang(Native):
             )
         return super().ask(body)
 
-    def cached_by_tier(self, prompt: Prompt, **options: Unpack[Options]) -> Tiers:
+    def cached_by_tier(self, prompt: Prompt, **options: Any) -> Tiers:
         """Complete a prompt, and say from which tier its cached tokens came."""
         found = self.ask(self.body(prompt, **options))["meta_info"]
         details = found.get("cached_tokens_details") or {"device": found["cached_tokens"]}
@@ -416,53 +357,3 @@ def _tiers(hicache: HiCache) -> list[str]:
         flags += ["--hicache-storage-backend", "mooncake"]
         flags += ["--hicache-storage-backend-extra-config", json.dumps(extra)]
     return flags
-
-
-_SETTINGS = "settings.yaml"
-_SENTENCES = [
-    (
-        r"Not enough memory|CUDA out of memory",
-        "Memory is too little: stop other engines and kernels, or give a smaller max_total_tokens.",
-    ),
-    (
-        r"ModuleNotFoundError: No module named",
-        "SGLang's environment is damaged: `kvlab engines remove sglang`, then "
-        "`kvlab engines install sglang`.",
-    ),
-    (r"unrecognized arguments", "This SGLang does not know a flag that it was given."),
-]
-
-
-def _tokens(answer: dict[str, Any]) -> tuple[list[int], list[float]]:
-    """Ids and log-probabilities of the new tokens: [[logprob, id, text or None], ...]."""
-    pairs = answer["meta_info"].get("output_token_logprobs") or []
-    return [pair[1] for pair in pairs], [pair[0] for pair in pairs]
-
-
-def _completion(answer: dict[str, Any]) -> Completion:
-    found = answer["meta_info"]
-    token_ids, logprobs = _tokens(answer)
-    return Completion(
-        text=answer["text"],
-        token_ids=token_ids,
-        logprobs=logprobs,
-        prompt_tokens=found["prompt_tokens"],
-        cached_tokens=found["cached_tokens"],
-        finish_reason=found["finish_reason"]["type"],
-    )
-
-
-def _chunk(event: dict[str, Any]) -> Chunk:
-    found = event["meta_info"]
-    token_ids, logprobs = _tokens(event)
-    ended = found["finish_reason"]
-    if ended is None:
-        return Chunk(event["text"], token_ids, logprobs)
-    return Chunk(
-        event["text"],
-        token_ids,
-        logprobs,
-        finish_reason=ended["type"],
-        prompt_tokens=found["prompt_tokens"],
-        cached_tokens=found["cached_tokens"],
-    )

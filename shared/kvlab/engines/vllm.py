@@ -15,28 +15,18 @@ from __future__ import annotations
 import json
 import math
 import operator
-import re
-from collections.abc import Generator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Unpack, overload
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 import zmq
 
-from kvlab import environments, models, paths
+from kvlab import environments, models
+from kvlab.engines.generating import GeneratingServer
 from kvlab.engines.process import TOKEN, Run, available_memory
-from kvlab.engines.protocol import (
-    Chunk,
-    Completion,
-    EngineError,
-    Options,
-    Prompt,
-    Prompts,
-    complete,
-    is_one,
-)
-from kvlab.engines.server import Server
+from kvlab.engines.protocol import Chunk, Completion, EngineError, Prompt
 from kvlab.inside import token
 from kvlab.inside.token import RequireToken
 
@@ -51,7 +41,6 @@ depend on the machine's cores; and several engines side by side do not fight for
 
 _EVENTS = "kv-events"
 """The socket through which vLLM tells its KV events."""
-_QUIET = {"VLLM_NO_USAGE_STATS": "1"}
 
 
 class Counters(NamedTuple):
@@ -136,17 +125,45 @@ class Connector:
     """Environment variables that name a port: each start gets free ones."""
 
 
-class VLLMOptions(Options, total=False):
-    priority: int
-    """Smaller is served first, if vLLM was started with scheduling_policy="priority"."""
+# What vLLM's error lines mean.
+_SENTENCES = (
+    (
+        r"max_tokens must be at least 1, got 0",
+        "Either max_tokens is 0, or the prompt alone fills max_model_len.",
+    ),
+    (
+        r"CUDA out of memory|desired GPU memory utilization",
+        "The GPU has too little free memory: stop other engines and kernels that use it.",
+    ),
+    (
+        r"no kernel image is available|compute capability|not supported on this GPU",
+        "vLLM's build does not support this GPU: set KVLAB_DEVICE=cpu to use the CPU.",
+    ),
+    (
+        r"KV cache is needed|No available memory for the cache blocks",
+        "The KV cache is too small for one request of max_model_len tokens: give a larger "
+        "kv_cache_memory_bytes or a smaller max_model_len.",
+    ),
+    (r"Available memory on node", "Memory is too little: stop other engines and kernels."),
+    (
+        r"ModuleNotFoundError: No module named",
+        "vLLM's environment is damaged: remove its folder (`make doctor` names it), then "
+        "`make setup`.",
+    ),
+    (r"unrecognized arguments", "This vLLM does not know a flag that it was given (extra_args)."),
+)
 
 
-class VLLM(Server):
+class VLLM(GeneratingServer):
     """A vLLM server; `start` makes one. Its processes end with stop() or its `with` block."""
 
     name = "vLLM"
+    _environment_name = "vllm"
     _metrics_prefix = "vllm:"
     _fatal = "EngineCore encountered an issue"  # vllm/v1/engine/exceptions.py
+    _sentences = _SENTENCES
+    _path = "/v1/completions"
+    _streamed: ClassVar = {"stream": True, "stream_options": {"include_usage": True}}
 
     def __init__(
         self,
@@ -172,7 +189,7 @@ class VLLM(Server):
             raise EngineError(f"dtype is one of {', '.join(_WIDTH)}, and not {dtype!r}.")
         if isinstance(extra_args, str):
             raise EngineError("extra_args is a list of words, not one text: use text.split().")
-        self._python = environments.python("vllm")
+        environments.python("vllm")  # before a model is made for nothing
         self.device = environments.device()
         """"cpu" or "cuda"."""
         self.folder = models.folder(model)
@@ -256,9 +273,8 @@ class VLLM(Server):
         ]
 
     def _environment(self, folder: Path) -> dict[str, str]:
-        env = environments.clean_variables("vllm", self._python) | {
-            **_QUIET,
-            "TMPDIR": str(folder),
+        env = super()._environment(folder) | {
+            "VLLM_NO_USAGE_STATS": "1",
             "VLLM_RPC_BASE_PATH": str(folder),
             "VLLM_SERVER_DEV_MODE": "1",  # POST /reset_prefix_cache
             "VLLM_HOST_IP": "127.0.0.1",  # for the sockets between its processes
@@ -266,7 +282,6 @@ class VLLM(Server):
             "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0",
             # Without a token nothing but a look: VLLM_SERVER_DEV_MODE opens more than a reset.
             token.VARIABLE: TOKEN,
-            "PYTHONPATH": str(paths.ROOT / "shared"),  # kvlab.inside
         }
         if self._connector is not None:
             env |= self._connector.environment
@@ -300,124 +315,7 @@ class VLLM(Server):
             self._event_line.close()
             self._event_line = None
 
-    def _explain(self, line: str) -> str | None:
-        for pattern, sentence in _SENTENCES:
-            if re.search(pattern, line):
-                return sentence
-        return None
-
     # The engine.
-
-    @overload
-    def generate(self, prompt: Prompt, **options: Unpack[VLLMOptions]) -> Completion: ...
-    @overload
-    def generate(self, prompt: Prompts, **options: Unpack[VLLMOptions]) -> list[Completion]: ...
-    def generate(
-        self,
-        prompt: Prompt | Prompts,
-        *,
-        max_tokens: int = 16,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: int | None = None,
-        stop: Sequence[str] = (),
-        ignore_eos: bool = False,
-        cache_salt: str | None = None,
-        priority: int = 0,
-    ) -> Completion | list[Completion]:
-        """Complete one prompt, or several at the same time.
-
-        A prompt is text or a list of token ids; a list of prompts gives a list of completions in
-        the same order. Several are sent as requests of their own, all at once: in which order the
-        scheduler sees them is not fixed. temperature 0 is greedy. Requests with the same
-        `cache_salt` share cached blocks, with different ones they do not. A lower `priority` is
-        served first, if vLLM was started with scheduling_policy="priority".
-
-        Where prompt and max_tokens together exceed max_model_len, fewer tokens come, without an
-        error; a prompt that alone fills it is refused. Raises EngineError.
-        """
-
-        def one(item: Prompt) -> Completion:
-            body = self.body(
-                item,
-                max_tokens=max_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                seed=seed,
-                stop=stop,
-                ignore_eos=ignore_eos,
-                cache_salt=cache_salt,
-                priority=priority,
-            )
-            return completion(self.ask(body))
-
-        return complete(prompt, one)
-
-    def ask(self, body: dict[str, Any]) -> dict[str, Any]:
-        """What POST /v1/completions answers to a body, as JSON. Raises EngineError."""
-        with self._talking() as http:
-            answer: dict[str, Any] = self._checked(http.post("/v1/completions", json=body)).json()
-        return answer
-
-    def stream(
-        self,
-        prompt: Prompt,
-        *,
-        max_tokens: int = 16,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: int | None = None,
-        stop: Sequence[str] = (),
-        ignore_eos: bool = False,
-        cache_salt: str | None = None,
-        priority: int = 0,
-    ) -> Generator[Chunk]:
-        """Complete one prompt and yield what comes as it comes; arguments as in generate().
-
-        The request is sent with the first next(). Closing the generator early (leaving a `for`
-        loop over it does, close() does) closes the connection, and vLLM aborts the request.
-        """
-        if not is_one(prompt):
-            raise EngineError("stream() takes one prompt; generate() takes several.")
-        body = self.body(
-            prompt,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            seed=seed,
-            stop=stop,
-            ignore_eos=ignore_eos,
-            cache_salt=cache_salt,
-            priority=priority,
-        )
-        yield from self.stream_of(body)
-
-    def stream_of(self, body: dict[str, Any]) -> Generator[Chunk]:
-        """What POST /v1/completions answers to a body, as it comes. Raises EngineError."""
-        body = body | {"stream": True, "stream_options": {"include_usage": True}}
-        last: dict[str, Any] | None = None
-        with self._talking() as http, http.stream("POST", "/v1/completions", json=body) as answer:
-            for line in self._checked(answer).iter_lines():
-                data = line.removeprefix("data: ")
-                if data == line or data == "[DONE]":
-                    continue
-                event = json.loads(data)
-                if "error" in event:
-                    raise self._refused(data)
-                if event["choices"]:
-                    choice = event["choices"][0]
-                    if choice["finish_reason"] is None:
-                        yield _chunk(choice)
-                    else:
-                        last = choice  # held back until the usage, which comes next, is there
-                elif last is not None:
-                    usage = event["usage"]
-                    yield _chunk(
-                        last,
-                        finish_reason=last["finish_reason"],
-                        prompt_tokens=usage["prompt_tokens"],
-                        cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
-                    )
 
     def body(
         self,
@@ -432,7 +330,13 @@ class VLLM(Server):
         cache_salt: str | None = None,
         priority: int = 0,
     ) -> dict[str, Any]:
-        """The body of a request to /v1/completions. Raises EngineError for what is no request."""
+        """A request to /v1/completions. Raises EngineError for what is no request.
+
+        Requests with the same `cache_salt` share cached blocks, with different ones they do not. A
+        smaller `priority` is served first, if vLLM was started with scheduling_policy="priority".
+        Where prompt and max_tokens together exceed max_model_len, fewer tokens come, without an
+        error; a prompt that alone fills it is refused.
+        """
         if priority and self._policy != "priority":
             # vLLM would take it and pay no heed.
             raise EngineError(
@@ -457,11 +361,36 @@ class VLLM(Server):
             body["seed"] = seed
         if cache_salt is not None:
             body["cache_salt"] = cache_salt
-        try:
-            json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
-        except (TypeError, ValueError) as error:
-            raise EngineError(f"{self.name} cannot be asked that: {error}.") from None
-        return body
+        return self._sendable(body)
+
+    def completion(self, answer: dict[str, Any]) -> Completion:
+        choice, usage = answer["choices"][0], answer["usage"]
+        return Completion(
+            text=choice["text"],
+            token_ids=choice["token_ids"],
+            logprobs=choice["logprobs"]["token_logprobs"],
+            prompt_tokens=usage["prompt_tokens"],
+            cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
+            finish_reason=choice["finish_reason"],
+        )
+
+    def chunks(self, events: Iterable[dict[str, Any]]) -> Iterator[Chunk]:
+        last: dict[str, Any] | None = None
+        for event in events:
+            if event["choices"]:
+                choice = event["choices"][0]
+                if choice["finish_reason"] is None:
+                    yield _chunk(choice)
+                else:
+                    last = choice  # held back until the usage, which comes next, is there
+            elif last is not None:
+                usage = event["usage"]
+                yield _chunk(
+                    last,
+                    finish_reason=last["finish_reason"],
+                    prompt_tokens=usage["prompt_tokens"],
+                    cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
+                )
 
     def counters(self) -> Counters:
         """The counts that the course looks at most; the difference of two is what lay between."""
@@ -512,47 +441,6 @@ class VLLM(Server):
         """Forget all cached blocks. Returns False, and forgets none, while requests hold any."""
         with self._talking() as http:
             return bool(self._checked(http.post("/reset_prefix_cache")).json()["success"])
-
-
-_SENTENCES = [
-    (
-        r"max_tokens must be at least 1, got 0",
-        "Either max_tokens is 0, or the prompt alone fills max_model_len.",
-    ),
-    (
-        r"CUDA out of memory|desired GPU memory utilization",
-        "The GPU has too little free memory: stop other engines and kernels that use it.",
-    ),
-    (
-        r"no kernel image is available|compute capability|not supported on this GPU",
-        "vLLM's build does not support this GPU: set KVLAB_DEVICE=cpu to use the CPU.",
-    ),
-    (
-        r"KV cache is needed|No available memory for the cache blocks",
-        "The KV cache is too small for one request of max_model_len tokens: give a larger "
-        "kv_cache_memory_bytes or a smaller max_model_len.",
-    ),
-    (r"Available memory on node", "Memory is too little: stop other engines and kernels."),
-    (
-        r"ModuleNotFoundError: No module named",
-        "vLLM's environment is damaged: remove its folder (`make doctor` names it), then "
-        "`make setup`.",
-    ),
-    (r"unrecognized arguments", "This vLLM does not know a flag that it was given (extra_args)."),
-]
-
-
-def completion(answer: dict[str, Any]) -> Completion:
-    """What /v1/completions answered, in the course's terms."""
-    choice, usage = answer["choices"][0], answer["usage"]
-    return Completion(
-        text=choice["text"],
-        token_ids=choice["token_ids"],
-        logprobs=choice["logprobs"]["token_logprobs"],
-        prompt_tokens=usage["prompt_tokens"],
-        cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
-        finish_reason=choice["finish_reason"],
-    )
 
 
 def _chunk(choice: dict[str, Any], **end: Any) -> Chunk:

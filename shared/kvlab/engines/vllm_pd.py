@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any, Self, Unpack, overload
+from typing import Any, Self, overload
 
 from kvlab.engines import vllm
 from kvlab.engines.protocol import Chunk, Completion, EngineError, Prompt, Prompts, complete, is_one
-from kvlab.engines.vllm import VLLM, VLLMOptions
+from kvlab.engines.vllm import VLLM
 from kvlab.engines.vllm_connectors import over_nixl
 
 # What the prefill side is asked to do; it fills in the rest.
@@ -60,7 +60,7 @@ class VLLMPair:
     def is_alive(self) -> bool:
         return self.prefill.is_alive and self.decode.is_alive
 
-    def _handed_over(self, prompt: Prompt, options: VLLMOptions) -> dict[str, Any]:
+    def _handed_over(self, prompt: Prompt, options: dict[str, Any]) -> dict[str, Any]:
         """Prefill the prompt; the decode side's request, with where its KV lies."""
         body = self.decode.body(prompt, **options)
         answer = self.prefill.ask(body | {"max_tokens": 1, "kv_transfer_params": _PREFILL})
@@ -69,12 +69,10 @@ class VLLMPair:
         return body | {"kv_transfer_params": answer["kv_transfer_params"]}
 
     @overload
-    def generate(self, prompt: Prompt, **options: Unpack[VLLMOptions]) -> Completion: ...
+    def generate(self, prompt: Prompt, **options: Any) -> Completion: ...
     @overload
-    def generate(self, prompt: Prompts, **options: Unpack[VLLMOptions]) -> list[Completion]: ...
-    def generate(
-        self, prompt: Prompt | Prompts, **options: Unpack[VLLMOptions]
-    ) -> Completion | list[Completion]:
+    def generate(self, prompt: Prompts, **options: Any) -> list[Completion]: ...
+    def generate(self, prompt: Prompt | Prompts, **options: Any) -> Completion | list[Completion]:
         """Complete one prompt, or several at the same time; options as `VLLM.generate` has them.
 
         cached_tokens is what the decode side says, and it counts its own cache alone (0.32.0):
@@ -82,10 +80,10 @@ class VLLMPair:
         """
         return complete(
             prompt,
-            lambda item: vllm.completion(self.decode.ask(self._handed_over(item, options))),
+            lambda one: self.decode.completion(self.decode.ask(self._handed_over(one, options))),
         )
 
-    def stream(self, prompt: Prompt, **options: Unpack[VLLMOptions]) -> Generator[Chunk]:
+    def stream(self, prompt: Prompt, **options: Any) -> Generator[Chunk]:
         """Complete one prompt and yield what comes as it comes; all of it from the decode side."""
         if not is_one(prompt):
             raise EngineError("stream() takes one prompt; generate() takes several.")

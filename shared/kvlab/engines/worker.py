@@ -14,7 +14,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from kvlab import environments, paths
 from kvlab.engines.process import Run, System
 from kvlab.engines.protocol import EngineError
 from kvlab.inside import calls
@@ -37,8 +36,6 @@ class Worker(System):
     name = "worker"
     _program = ""
     """The module in kvlab.inside."""
-    _environment_name = ""
-    """Whose Python runs it; see kvlab.environments."""
     _port_names: tuple[str, ...] = ()
 
     def __init__(self, of: str = "", *, deadline: float = 120) -> None:
@@ -47,15 +44,7 @@ class Worker(System):
         self._calling = threading.Lock()
 
     def _command(self) -> list[str]:
-        python = environments.python(self._environment_name)
-        return [str(python), "-P", "-m", f"kvlab.inside.{self._program}"]
-
-    def _environment(self, folder: Path) -> dict[str, str]:
-        python = environments.python(self._environment_name)
-        return environments.clean_variables(self._environment_name, python) | {
-            "TMPDIR": str(folder),
-            "PYTHONPATH": str(paths.ROOT / "shared"),  # kvlab.inside
-        }
+        return [str(self._python), "-P", "-m", f"kvlab.inside.{self._program}"]
 
     def _is_ready(self, run: Run) -> bool:
         if self._socket is None:

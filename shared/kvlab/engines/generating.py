@@ -1,0 +1,111 @@
+"""An engine behind HTTP: a request goes as JSON, the answer comes whole or as a stream of events.
+
+What differs between engines is the form of request and answer. A derived class says it in `_path`,
+`body`, `completion` and `chunks`; how one or several prompts are asked, and what a broken stream
+means, stands here once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterable, Iterator
+from typing import Any, ClassVar, overload
+
+from kvlab.engines.protocol import (
+    Chunk,
+    Completion,
+    EngineError,
+    Prompt,
+    Prompts,
+    complete,
+    is_one,
+)
+from kvlab.engines.server import Server
+
+
+class GeneratingServer(Server):
+    """A server that completes prompts."""
+
+    _path = ""
+    """Where requests go, by POST."""
+
+    # What a derived class gives.
+
+    def body(self, prompt: Prompt, *_: Any, **options: Any) -> dict[str, Any]:
+        """The request for one prompt. Raises EngineError for what is no request, TypeError for an
+        option that the engine does not have."""
+        raise NotImplementedError
+
+    def completion(self, answer: dict[str, Any]) -> Completion:
+        """A whole answer in the course's terms."""
+        raise NotImplementedError
+
+    def chunks(self, events: Iterable[dict[str, Any]]) -> Iterator[Chunk]:
+        """The events of a stream in the course's terms."""
+        raise NotImplementedError
+
+    _streamed: ClassVar[dict[str, Any]] = {"stream": True}
+    """What turns a request into one for a stream."""
+
+    # What follows from it.
+
+    @overload
+    def generate(self, prompt: Prompt, **options: Any) -> Completion: ...
+    @overload
+    def generate(self, prompt: Prompts, **options: Any) -> list[Completion]: ...
+    def generate(self, prompt: Prompt | Prompts, **options: Any) -> Completion | list[Completion]:
+        """Complete one prompt, or several at the same time.
+
+        A prompt is text or a list of token ids; a list of prompts gives a list of completions in
+        the same order. Several are sent as requests of their own, all at once: in which order the
+        scheduler sees them is not fixed. Raises EngineError.
+
+        max_tokens (16): new tokens at most. temperature (0): 0 is greedy. top_p (1). seed (None).
+        stop (()): strings; the text ends before the first that appears. ignore_eos (False): go on
+        after the end token. cache_salt (None): requests with the same one share cached KV, with
+        different ones they do not. An engine may have more: see its `body`.
+        """
+        return complete(prompt, lambda one: self.completion(self.ask(self.body(one, **options))))
+
+    def stream(self, prompt: Prompt, **options: Any) -> Generator[Chunk]:
+        """Complete one prompt and yield what comes as it comes; options as in generate().
+
+        The request is sent with the first next(). Closing the generator early (leaving a `for`
+        loop over it does, close() does) closes the connection, and the engine aborts the request.
+        """
+        if not is_one(prompt):
+            raise EngineError("stream() takes one prompt; generate() takes several.")
+        yield from self.stream_of(self.body(prompt, **options))
+
+    def ask(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a request, as JSON. Raises EngineError."""
+        with self._talking() as http:
+            answer: dict[str, Any] = self._checked(http.post(self._path, json=body)).json()
+        return answer
+
+    def stream_of(self, body: dict[str, Any]) -> Generator[Chunk]:
+        """The answer to a request, as it comes. Raises EngineError."""
+        with (
+            self._talking() as http,
+            http.stream("POST", self._path, json=body | self._streamed) as answer,
+        ):
+            yield from self.chunks(self._events(self._checked(answer).iter_lines()))
+
+    def _events(self, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+        """Server-sent events, https://html.spec.whatwg.org/multipage/server-sent-events.html"""
+        for line in lines:
+            data = line.removeprefix("data: ")
+            if data == line or data == "[DONE]":
+                continue
+            event = json.loads(data)
+            if "error" in event:
+                raise self._refused(data)
+            yield event
+
+    def _sendable(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The body, if it can be written as JSON; else raises EngineError that says why not."""
+        try:
+            json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+        except (TypeError, ValueError) as error:
+            raise EngineError(f"{self.name} cannot be asked that: {error}.") from None
+        return body
