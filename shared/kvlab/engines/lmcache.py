@@ -124,6 +124,9 @@ class LMCache(Server):
                     "lmcache.mp.host": "tcp://127.0.0.1",
                     "lmcache.mp.port": self.ports["zmq"],
                     "lmcache.mp.mp_transfer_mode": mode,
+                    # Its default is 300: so long would a request stand still that comes between
+                    # the end of the server and the heartbeat, every 10 s, that notices it.
+                    "lmcache.mp.mq_timeout": 20,
                 },
             },
             environment=_QUIET,
