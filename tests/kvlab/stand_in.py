@@ -3,7 +3,7 @@
     python stand_in.py tree PORT [WORD...]   the engine's command: see `tree`
     python stand_in.py start [WORD...]       a starter: starts one, prints what it has, waits
     python stand_in.py fork [WORD...]        the same, and leaves a fork of itself running
-    python stand_in.py return [WORD...]      the same, and ends without stop()
+    python stand_in.py return [WORD...]      the same, and ends without stop() at a line of input
 
 Words: "sane" for a tree in which every process heeds SIGTERM; "mute" for an engine that never
 listens; "late" for one that listens after 2.5 seconds; "wrong" for one that says why it ends;
@@ -143,7 +143,9 @@ def main() -> None:
         time.sleep(60)
         os._exit(0)
     print(json.dumps(engine.facts()), flush=True)
-    if what != "return":
+    if what == "return":
+        sys.stdin.readline()
+    else:
         signal.pause()
 
 

@@ -89,6 +89,7 @@ def starter(*words: str) -> Iterator[tuple[subprocess.Popen[str], Facts]]:
     """A process that started a stand-in, in a group of its own as in a terminal."""
     process = subprocess.Popen(
         [sys.executable, str(PROGRAM), *words],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         process_group=0,
@@ -146,6 +147,8 @@ def test_a_forgotten_engine_is_stopped() -> None:
 
 def test_an_interpreter_that_exits_stops_it() -> None:
     with starter("return") as (process, facts):
+        assert process.stdin is not None
+        process.stdin.close()
         assert process.wait(20) == 0
         assert left(facts) == {}  # not merely soon: it waited for that
 
