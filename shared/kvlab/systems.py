@@ -161,6 +161,20 @@ def _nixl() -> Seen:
         }
 
 
+def _sglang_pair() -> Seen:
+    from kvlab.engines import sglang, sglang_pd
+
+    with sglang_pd.start(MODEL) as pair:
+        answer = ask(pair)
+        counted = 'sglang:realtime_tokens_total{mode="prefill_compute"}'
+        seen: Seen = {
+            "computed_by_decode": int(pair.decode.metrics().get(counted, 0)),
+            "computed_by_prefill": int(pair.prefill.metrics().get(counted, 0)),
+        }
+    with sglang.start(MODEL) as alone:
+        return seen | {"same_answer": answer.token_ids == ask(alone).token_ids}
+
+
 def _router() -> Seen:
     from kvlab.engines import router, sglang
 
@@ -188,7 +202,8 @@ SYSTEMS = (
         "vllm",
         _transfer_engine,
     ),
-    System("NIXL", "prefill/decode handoff", "nixl", "vllm", _nixl),
+    System("NIXL", "carries the handoff of a vLLM pair", "nixl", "vllm", _nixl),
+    System("SGLang pair", "prefill/decode handoff over Mooncake", "sglang", "sglang", _sglang_pair),
     System("sglang-router", "chooses a replica", "sglang-router", "router", _router),
 )
 

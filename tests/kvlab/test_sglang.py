@@ -1,4 +1,4 @@
-"""The real SGLang: its radix tree, HiCache's tiers, and its router."""
+"""The real SGLang: its radix tree, HiCache's tiers, its router, and prefill and decode apart."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from engine_help import need, within
 
 from kvlab import supervisor
-from kvlab.engines import mooncake, router, sglang
+from kvlab.engines import mooncake, router, sglang, sglang_pd
 from kvlab.engines.protocol import EngineError
 from kvlab.engines.sglang import HiCache, SGLang, Tiers
 
@@ -150,3 +150,28 @@ def _answers(front: router.Router) -> bool:
         return len(front.generate(PROMPT, max_tokens=2).token_ids) == 2
     except EngineError:
         return False
+
+
+# Prefill and decode apart.
+
+COMPUTED = 'sglang:realtime_tokens_total{mode="prefill_compute"}'
+
+
+def test_prefill_and_decode_apart(engine: SGLang) -> None:
+    alone = engine.generate(PROMPT, max_tokens=8, ignore_eos=True)
+    engine.stop()  # three at once are much for a small machine
+    with sglang_pd.start(MODEL) as pair:
+        answer = pair.generate(PROMPT, max_tokens=8, ignore_eos=True)
+        assert answer.token_ids == alone.token_ids
+        assert answer.logprobs == pytest.approx(alone.logprobs, abs=1e-3)
+        chunks = list(pair.stream(PROMPT[:40], max_tokens=3, ignore_eos=True))
+        assert sum(len(chunk.token_ids) for chunk in chunks) == 3
+        assert within(10, lambda: pair.prefill.metrics().get(COMPUTED) == 408)  # 32 are cached
+        assert COMPUTED not in pair.decode.metrics()
+        pair.decode.stop()
+        assert not pair.is_alive
+        with pytest.raises(EngineError):
+            pair.front.generate(PROMPT, max_tokens=1)
+        pair.restart()  # with other ports
+        assert pair.generate(PROMPT, max_tokens=8).token_ids[0] == alone.token_ids[0]
+    assert not any(part.is_alive for part in (pair.prefill, pair.decode, pair.front))

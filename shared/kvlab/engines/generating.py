@@ -44,6 +44,10 @@ class GeneratingServer(Server):
         """The events of a stream in the course's terms."""
         raise NotImplementedError
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached KV. Returns False where a request that holds some prevents it."""
+        raise NotImplementedError
+
     _streamed: ClassVar[dict[str, Any]] = {"stream": True}
     """What turns a request into one for a stream."""
 

@@ -36,8 +36,16 @@ def start(
     return Router(replicas, [*where, "--policy", policy], port, deadline).start()
 
 
+def start_pair(
+    prefill: SGLang, decode: SGLang, *, port: int | None = None, deadline: float = 180
+) -> Router:
+    """Start a router in front of a running pair (`kvlab.engines.sglang_pd`). Raises EngineError."""
+    where = ["--pd-disaggregation", "--prefill", prefill.url, str(prefill.ports["bootstrap"])]
+    return Router([prefill, decode], [*where, "--decode", decode.url], port, deadline).start()
+
+
 class Router(Native):
-    """A router with its replicas as one engine; `start` makes one."""
+    """A router with its replicas as one engine; `start` and `start_pair` make one."""
 
     name = "sglang-router"
     _environment_name = ENVIRONMENT

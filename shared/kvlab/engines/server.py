@@ -128,7 +128,7 @@ class Server(System):
     def metrics(self) -> dict[str, float]:
         """Its counters and gauges of now, by their names.
 
-        Labels that are the same for every sample (model_name, engine) are left out; others are
+        Labels that are the same for every sample (model_name, tp_rank) are left out; others are
         written behind the name as Prometheus does: 'vllm:request_success_total{reason="length"}'.
         Of a histogram its _sum and _count are there, not its buckets.
         """
@@ -150,7 +150,8 @@ class Server(System):
         ]
 
 
-_SAME_FOR_ALL = ("model_name", "engine")
+# One model and one process of each kind: vLLM's labels, then SGLang's.
+_SAME_FOR_ALL = {"model_name", "engine", "engine_type", "moe_ep_rank", "pp_rank", "tp_rank"}
 
 
 def _written(labels: dict[str, str]) -> str:

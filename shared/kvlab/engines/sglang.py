@@ -11,8 +11,9 @@ srt/arg_groups/fields). On a CPU the same wheel runs with stand-ins for a few co
 exist for CUDA only (kvlab/inside/sglang_cpu): scheduler, radix tree and tiers are the real ones,
 speed says nothing.
 
-It listens on loopback alone, and asks for a token. With a Mooncake Store below it, Mooncake's
-Transfer Engine listens on all interfaces (`kvlab.engines.transfer_engine`).
+It listens on loopback alone, and asks for a token. Two exceptions: with a Mooncake Store below it,
+and as one side of a pair, Mooncake's Transfer Engine listens on all interfaces
+(`kvlab.engines.transfer_engine`).
 """
 
 from __future__ import annotations
@@ -146,6 +147,7 @@ def start(
     max_running_requests: int = 16,
     schedule_policy: Literal["lpm", "fcfs", "dfs-weight", "lof", "random"] = "fcfs",
     hicache: HiCache | None = None,
+    disaggregation: Literal["prefill", "decode"] | None = None,
     port: int | None = None,
     deadline: float = 600,
     extra_args: Sequence[str] = (),
@@ -156,7 +158,8 @@ def start(
     flags of the same name (max_model_len: --context-length); they are always passed, so that what
     an engine counts is the same on a CPU and on a GPU. The KV pool of the device has
     max_total_tokens tokens, in pages of page_size. schedule_policy: which of the waiting requests
-    goes first; "lpm" is the one with the longest cached prefix. `deadline` is in seconds.
+    goes first; "lpm" is the one with the longest cached prefix. `disaggregation` makes it one side
+    of a pair: see `kvlab.engines.sglang_pd`. `deadline` is in seconds.
 
     Raises EngineError, kvlab.models.ModelError if no model has that name or it cannot be had,
     kvlab.environments.EnvironmentMissing if SGLang is not installed.
@@ -171,6 +174,7 @@ def start(
         max_running_requests=max_running_requests,
         schedule_policy=schedule_policy,
         hicache=hicache,
+        disaggregation=disaggregation,
         port=port,
         deadline=deadline,
         extra_args=extra_args,
@@ -214,6 +218,7 @@ class SGLang(Native):
         max_running_requests: int,
         schedule_policy: str,
         hicache: HiCache | None,
+        disaggregation: str | None,
         port: int | None,
         deadline: float,
         extra_args: Sequence[str],
@@ -256,6 +261,11 @@ class SGLang(Native):
             ]
         if hicache is not None:
             self._flags += _tiers(hicache)
+        if disaggregation is not None:
+            # A prefill side tells there where its KV lies.
+            self._port_names = ("http", "bootstrap")
+            self._flags += ["--disaggregation-mode", disaggregation]
+            self._flags += ["--disaggregation-transfer-backend", "mooncake_tcp"]
         self._extra_args = list(extra_args)
 
     # What System asks for.
@@ -273,10 +283,14 @@ class SGLang(Native):
         module = (
             "kvlab.inside.sglang_cpu.launch" if self.device == "cpu" else "sglang.launch_server"
         )
+        ports = []
+        if "bootstrap" in self.ports:
+            ports = ["--disaggregation-bootstrap-port", str(self.ports["bootstrap"])]
         return [
             *(str(self._python), "-m", module, "--config", _SETTINGS),
             *("--model-path", str(self.folder), "--served-model-name", self.model),
             *("--host", "127.0.0.1", "--port", str(self.port)),
+            *ports,
             *self._flags,
             *self._extra_args,
         ]

@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any, Self, overload
+from typing import Any, overload
 
 from kvlab.engines import vllm
+from kvlab.engines.pair import Pair
 from kvlab.engines.protocol import Chunk, Completion, EngineError, Prompt, Prompts, complete, is_one
 from kvlab.engines.vllm import VLLM
 from kvlab.engines.vllm_connectors import over_nixl
@@ -47,18 +48,10 @@ def start(model: str | Path = "smollm2-135m", **settings: Any) -> VLLMPair:
     return VLLMPair(prefill, decode)
 
 
-class VLLMPair:
+class VLLMPair(Pair[VLLM]):
     """A prefill and a decode server as one engine; `start` makes one."""
 
     name = "vLLM pair"
-
-    def __init__(self, prefill: VLLM, decode: VLLM) -> None:
-        self.prefill = prefill
-        self.decode = decode
-
-    @property
-    def is_alive(self) -> bool:
-        return self.prefill.is_alive and self.decode.is_alive
 
     def _handed_over(self, prompt: Prompt, options: dict[str, Any]) -> dict[str, Any]:
         """Prefill the prompt; the decode side's request, with where its KV lies."""
@@ -88,35 +81,3 @@ class VLLMPair:
         if not is_one(prompt):
             raise EngineError("stream() takes one prompt; generate() takes several.")
         yield from self.decode.stream_of(self._handed_over(prompt, options))
-
-    def metrics(self) -> dict[str, float]:
-        """The metrics of both sides, each name with the side before it: "decode vllm:..."."""
-        return {
-            f"{side} {name}": value
-            for side, server in (("prefill", self.prefill), ("decode", self.decode))
-            for name, value in server.metrics().items()
-        }
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks on both sides; False if one of them holds some."""
-        return self.prefill.reset_prefix_cache() and self.decode.reset_prefix_cache()
-
-    def restart(self) -> Self:
-        self.stop()
-        try:
-            self.prefill.start()
-            self.decode.start()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def stop(self) -> None:
-        self.prefill.stop()
-        self.decode.stop()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()

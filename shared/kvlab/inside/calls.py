@@ -48,6 +48,12 @@ def _unpacked(value: dict[str, Any]) -> Any:
     return base64.b64decode(value[_BYTES]) if set(value) == {_BYTES} else value
 
 
+def serve_object(target: object) -> None:
+    """Answer calls of an object's public methods; see serve()."""
+    names = [name for name in dir(target) if not name.startswith("_")]
+    serve({name: f for name in names if callable(f := getattr(target, name))})
+
+
 def serve(functions: Mapping[str, Callable[..., Any]]) -> None:
     """Answer calls of these functions until the other side closes. Only one may connect."""
     with socket.socket(socket.AF_UNIX) as door:
