@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvlab.paths import ROOT, TAG, VENV, SetupError, cache, is_own_cache, run_plainly, size
 
-_LEFTOVERS = (".pytest_cache", ".mypy_cache", ".ruff_cache", "build", ".hypothesis")
+_LEFTOVERS = (".trials", ".pytest_cache", ".mypy_cache", ".ruff_cache", "build", ".hypothesis")
 
 
 def remove(places: list[Path]) -> int:

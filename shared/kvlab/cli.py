@@ -145,6 +145,8 @@ def list_engines() -> None:
         else:
             download, disk = environments.SIZES[name, device]
             state = f"not installed: {download} GB to download, {disk} GB on disk"
+        if environments.trial(name, device).exists():
+            state = f"on trial; {state}"
         table.add_row(name, holds, state)
     Console().print(table)
 
@@ -157,6 +159,28 @@ def install(names: Names) -> None:
     for name in _known(names):
         environments.build(name)
         print(f"There now: {environments.HOLDS[name]}.")
+
+
+@engines.command("try")
+def try_version(
+    name: Annotated[str, typer.Argument(help="Such as sglang.")],
+    versions: Annotated[
+        list[str] | None, typer.Argument(help="Such as sglang==0.5.24; none: the course's again.")
+    ] = None,
+) -> None:
+    """Use another version in this checkout, or go back to the course's."""
+    from kvlab import environments, pins
+
+    (name,), device = _known([name]), environments.device()
+    if not versions:
+        ended = pins.end_trial(name, device)
+        print(f"{'Ended the trial: t' if ended else 'T'}he pins of {name} are the course's.")
+        return
+    moved = pins.start_trial(name, device, versions)
+    print(
+        f"In this checkout {name} is, until `kvlab engines try {name}`, with {', '.join(moved)}.\n"
+        f"Nothing in the course was seen with it. `kvlab engines install {name}` installs it."
+    )
 
 
 @engines.command()

@@ -155,9 +155,19 @@ def device() -> str:
     return device_and_reason()[0]
 
 
+TRIALS = ROOT / ".trials"
+"""Pins of this checkout alone, for versions that the course has not moved to."""
+
+
+def trial(name: str, device: str) -> Path:
+    """Where `kvlab engines try` writes pins that are used in place of the course's."""
+    return TRIALS / f"{name}-{device}.txt"
+
+
 def pins(name: str, device: str) -> Path:
-    """The pins file of an environment."""
-    return ROOT / "requirements" / f"{name}-{device}.txt"
+    """The pins file of an environment: the course's, or that of a trial."""
+    tried = trial(name, device)
+    return tried if tried.exists() else ROOT / "requirements" / f"{name}-{device}.txt"
 
 
 def key(name: str, device: str, version: tuple[int, int] = sys.version_info[:2]) -> str:

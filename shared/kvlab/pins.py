@@ -11,8 +11,13 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+
+from kvlab import environments
 from kvlab.environments import GLIBC
 from kvlab.install import TORCH
 from kvlab.paths import ROOT, SetupError, make_cache
@@ -84,9 +89,25 @@ def merged(by_python: dict[str, list[str]]) -> list[str]:
     return sorted(marked, key=lambda line: line.partition("==")[0])
 
 
-def resolve(name: str) -> list[str]:
-    """The lines of requirements/`name`.txt. Raises SetupError with uv's words."""
+def _of(line: str) -> str:
+    """The package that a requirement is about; "" for a line without one.
+
+    Raises SetupError for what is no requirement.
+    """
+    text = line.partition("#")[0].strip()
+    try:
+        return canonicalize_name(Requirement(text).name) if text else ""
+    except InvalidRequirement as error:
+        raise SetupError(f"{text!r} is no requirement: {error}") from error
+
+
+def resolve(name: str, instead: Sequence[str] = ()) -> list[str]:
+    """The lines of requirements/`name`.txt, with these requirements in the place of others for the
+    same packages. Raises SetupError with uv's words."""
     by_python = {}
+    replaced = {_of(line) for line in instead}
+    asked = [*(FOLDER / FILES[name]).read_text().splitlines(), *OVERRIDES.get(name, ())]
+    wanted = [line for line in asked if _of(line) not in replaced] + list(instead)
     with tempfile.TemporaryDirectory(dir=make_cache("tmp")) as scratch:
         # uv keeps the pins that it finds in its output file, where they still fit:
         # the committed ones, and for the second Python those of the first.
@@ -94,9 +115,12 @@ def resolve(name: str) -> list[str]:
         committed = FOLDER / f"{name}.txt"
         if committed.exists():
             output.write_text(committed.read_text())
-        lists = {"--override": OVERRIDES.get(name, ()), "--excludes": LEFT_OUT.get(name, ())}
+        source = Path(scratch) / FILES[name]
+        source.write_text("\n".join(wanted) + "\n")
+        overriding = [line for line in OVERRIDES.get(name, ()) if _of(line) not in replaced]
+        lists = {"--override": [*overriding, *instead], "--excludes": LEFT_OUT.get(name, ())}
         for version in PYTHONS:
-            command = [sys.executable, "-m", "uv", "pip", "compile", str(FOLDER / FILES[name])]
+            command = [sys.executable, "-m", "uv", "pip", "compile", str(source)]
             command += ["--output-file", str(output), "--python-version", version]
             major, minor = GLIBC.get(name.partition("-")[0], (2, 28))
             command += ["--python-platform", f"x86_64-manylinux_{major}_{minor}", "--quiet"]
@@ -113,11 +137,35 @@ def resolve(name: str) -> list[str]:
             # This machine's own indexes must not decide what everybody gets.
             kept = {k: v for k, v in os.environ.items() if not k.startswith(("UV_", "PIP_"))}
             environment = kept | {"UV_CACHE_DIR": str(make_cache("uv"))}
-            asked = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
-            if asked.returncode:
-                raise SetupError(f"No pins for {name}, Python {version}:\n{asked.stderr.strip()}")
+            run = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
+            if run.returncode:
+                raise SetupError(f"No pins for {name}, Python {version}:\n{run.stderr.strip()}")
             by_python[version] = output.read_text().split("\n")[:-1]
     return merged(by_python)
+
+
+def start_trial(name: str, device: str, instead: Sequence[str]) -> list[str]:
+    """Let this checkout use other versions in an environment: what moved against the course's.
+
+    Raises SetupError where they do not go together, or are no versions.
+    """
+    for line in instead:
+        if "==" not in line:
+            raise SetupError(f"{line!r} names no version: write it as package==version.")
+    lines = resolve(f"{name}-{device}", instead)
+    course = (FOLDER / f"{name}-{device}.txt").read_text().splitlines()
+    trial = environments.trial(name, device)
+    trial.parent.mkdir(exist_ok=True)
+    trial.write_text("\n".join(lines) + "\n")
+    return [line for line in lines if line not in course]
+
+
+def end_trial(name: str, device: str) -> bool:
+    """Back to the course's pins; False if there was no trial. Its environment stays."""
+    trial = environments.trial(name, device)
+    there = trial.exists()
+    trial.unlink(missing_ok=True)
+    return there
 
 
 def make() -> None:

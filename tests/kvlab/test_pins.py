@@ -7,8 +7,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from kvlab import pins
-from kvlab.paths import ROOT
+from kvlab import environments, pins
+from kvlab.paths import ROOT, SetupError
 
 FILES = [pins.FOLDER / f"{name}.txt" for name in pins.FILES]
 
@@ -84,3 +84,25 @@ def test_binder_holds_the_pins():
         if line and not line.startswith("-"):
             wanted = Requirement(line)
             assert str(wanted.specifier) == pinned[canonicalize_name(wanted.name)], line
+
+
+def test_a_trial_counts_in_this_checkout_until_it_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(environments, "TRIALS", tmp_path / "trials")
+    asked = []
+    monkeypatch.setattr(pins, "resolve", lambda *words: asked.append(words) or ["b==2", "a==1"])
+    before = environments.key("router", "cpu")
+    assert pins.start_trial("router", "cpu", ["sglang-router==0.4"]) == ["b==2", "a==1"]
+    assert asked == [("router-cpu", ["sglang-router==0.4"])]
+    assert environments.pins("router", "cpu").read_text() == "b==2\na==1\n"
+    assert environments.key("router", "cpu") != before
+    assert pins.end_trial("router", "cpu")
+    assert environments.key("router", "cpu") == before
+    assert not pins.end_trial("router", "cpu")
+
+
+@pytest.mark.parametrize("line", ["sglang-router", "sglang-router>=0.4", "-r other.txt", "a b==1"])
+def test_a_trial_names_versions(line, tmp_path, monkeypatch):
+    monkeypatch.setattr(environments, "TRIALS", tmp_path / "trials")
+    with pytest.raises(SetupError, match=r"names no version|is no requirement"):
+        pins.start_trial("router", "cpu", [line])
+    assert not (tmp_path / "trials").exists()
