@@ -19,6 +19,8 @@ from kvlab.paths import ROOT
 # Torch's threads wait for one another in a loop: with more of them than free cores,
 # which is usual beside an engine, the same tests take several times as long.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+# Files, two at a time: an engine that starts keeps one core busy, and two memories of 4 GB.
+_TWO = ("-n", "2", "--dist", "loadfile")
 _NO_TESTS_COLLECTED = 5  # pytest's exit code; also when a whole module is skipped
 
 
@@ -41,8 +43,8 @@ SUITES = (
         ("check-jsonschema", "--builtin-schema", "vendor.github-workflows"),
         (".github/workflows/cpu.yml", ".github/workflows/gpu.yml"),
     ),
-    Suite("packages", ("pytest", "-q"), ("tests/minikv", "tests/kvlab")),
-    Suite("notebooks", ("pytest", "-q", "--nbval"), ("chapters", "labs", "solutions")),
+    Suite("packages", ("pytest", "-q", *_TWO), ("tests/minikv", "tests/kvlab")),
+    Suite("notebooks", ("pytest", "-q", *_TWO, "--nbval"), ("chapters", "labs", "solutions")),
     Suite("browser", ("pytest", "-q", "-rs"), ("tests/browser",)),
 )
 
@@ -70,7 +72,9 @@ def run(suites: tuple[Suite, ...] = SUITES) -> tuple[int, list[dict[str, str]]]:
         began = time.monotonic()
         code = subprocess.run([*start, *arguments, *places], cwd=ROOT, env=environment).returncode
         minutes = (time.monotonic() - began) / 60
-        skipped = code == _NO_TESTS_COLLECTED and suite.name == "browser"
+        skipped = code == # Files, two at a time: an engine that starts keeps one core busy, and two memories of 4 GB.
+_TWO = ("-n", "2", "--dist", "loadfile")
+_NO_TESTS_COLLECTED and suite.name == "browser"
         if code and not skipped:
             worst = 1
         result = "skipped" if skipped else "FAILED" if code else "passed"
