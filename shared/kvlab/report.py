@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from kvlab.paths import ROOT
+from kvlab.paths import ROOT, SetupError
 
 PAGES = ("README.md", "CONTRIBUTING.md")
 VERSIONS_OF = ("torch", "transformers", "jupyterlab", "nbval", "pytest", "uv")
@@ -57,8 +57,10 @@ def record(name: str, what: str, conditions: Mapping[str, Any], values: Mapping[
 def value(file: str, key: str) -> Any:
     """One value of a result file, such as value("results/setup.json", "disk_gb").
 
-    Raises KeyError that names the file and the keys it has.
+    Raises SetupError if the file is missing, KeyError that names the keys it has.
     """
+    if not (ROOT / file).exists():
+        raise SetupError(f"There is no {file} yet: CONTRIBUTING.md says how to measure.")
     values = json.loads((ROOT / file).read_text())["values"]
     if key not in values:
         raise KeyError(f"{file} has no value {key!r}; it has {', '.join(values)}")
