@@ -321,6 +321,23 @@ def make_notebooks(
         raise SetupError(str(error)) from error
 
 
+@app.command("show")
+def show_result(
+    result: Annotated[Path, typer.Argument(help="A file of results/.")],
+    other: Annotated[Path | None, typer.Argument(help="Another one, to compare with.")] = None,
+    subject: Annotated[
+        list[str] | None, typer.Option(help="What may differ, such as conditions.flags.")
+    ] = None,
+) -> None:
+    """Print a result, or compare two of which only the subject differs."""
+    from kvlab import report
+
+    if other is None:
+        report.print_result(result)
+    else:
+        report.print_comparison(result, other, subject or [])
+
+
 @app.command()
 def pages() -> None:
     """Bring the measured figures in README and CONTRIBUTING up to date."""

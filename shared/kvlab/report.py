@@ -15,7 +15,7 @@ import datetime
 import json
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,102 @@ def value(file: str, key: str) -> Any:
     if key not in values:
         raise KeyError(f"{file} has no value {key!r}; it has {', '.join(values)}")
     return values[key]
+
+
+class NotComparable(SetupError):
+    """Two results differ in more than what they are compared for."""
+
+
+_NO_CONDITION = ("what", "date", "values")
+
+
+def _flat(found: Any, name: str = "") -> dict[str, Any]:
+    """Nested values as one level: {"host.cores": 2, ...}."""
+    if not isinstance(found, dict):
+        return {name: found}
+    return {k: v for key, value in found.items() for k, v in _flat(value, f"{name}.{key}").items()}
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A result file. Raises SetupError for what is none."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        assert set(_NO_CONDITION) < set(found)
+    except (OSError, ValueError, AssertionError, TypeError) as error:
+        raise SetupError(f"{path} is no result file: {error or 'it has no values'}") from error
+    return found
+
+
+def differences(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """The conditions in which two results differ: (name, there, here)."""
+    one, two = (
+        {
+            name[1:]: value
+            for name, value in _flat({k: v for k, v in x.items() if k not in _NO_CONDITION}).items()
+        }
+        for x in (a, b)
+    )
+    names = sorted(one.keys() | two.keys())
+    return [(n, one.get(n), two.get(n)) for n in names if one.get(n) != two.get(n)]
+
+
+def side_by_side(
+    a: dict[str, Any], b: dict[str, Any], subject: Sequence[str]
+) -> list[tuple[str, float, float]]:
+    """The numbers of two results, (name, a, b), where their conditions differ in nothing but
+    `subject`: names of conditions, or beginnings of such names.
+
+    Raises NotComparable that names the others.
+    """
+    others = [
+        f"{name}: {there!r} and {here!r}"
+        for name, there, here in differences(a, b)
+        if not name.startswith(tuple(subject))
+    ]
+    if others:
+        raise NotComparable(
+            "These results are not compared, for they differ in\n  "
+            + "\n  ".join(others)
+            + "\nIf one of these is what you compare, name it: --subject NAME."
+        )
+    one, two = _flat(a["values"]), _flat(b["values"])
+    return [
+        (name[1:], one[name], two[name])
+        for name in one
+        if all(isinstance(x.get(name), int | float) for x in (one, two))
+        and not isinstance(one[name], bool)
+    ]
+
+
+def print_result(path: Path) -> None:
+    """Print one result file."""
+    from rich.console import Console
+    from rich.table import Table
+
+    found = load(path)
+    table = Table(title=f"{path.name}: {found['what']}, {found['date']}", title_justify="left")
+    table.add_column("")
+    table.add_column("", overflow="fold")
+    for part in ("host", "versions", "conditions", "values"):
+        for name, value in _flat(found.get(part, {})).items():
+            table.add_row(part + name, str(value))
+        table.add_section()
+    Console().print(table)
+
+
+def print_comparison(first: Path, second: Path, subject: Sequence[str]) -> None:
+    """Print two result files side by side. Raises NotComparable."""
+    from rich.console import Console
+    from rich.table import Table
+
+    a, b = load(first), load(second)
+    rows = side_by_side(a, b, subject)
+    table = Table(title="; ".join(f"{n}: {x} and {y}" for n, x, y in differences(a, b)))
+    for heading in ("", first.name, second.name, "ratio"):
+        table.add_column(heading)
+    for name, one, two in rows:
+        table.add_row(name, str(one), str(two), f"{two / one:.2f}" if one else "")
+    Console().print(table)
 
 
 def show(file: str, key: str) -> None:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvlab import report
-from kvlab.paths import ROOT
+from kvlab.paths import ROOT, SetupError
 
 
 @pytest.mark.parametrize("page", report.PAGES)
@@ -48,3 +48,58 @@ def test_show_brings_the_value_and_where_it_comes_from(monkeypatch):
         assert part in text
     with pytest.raises(KeyError, match="no value 'nothing'; it has"):
         report.show("results/setup.json", "nothing")
+
+
+def result(**changes):
+    found = {
+        "what": "a run",
+        "date": "2026-11-30",
+        "host": {"cores": 2},
+        "versions": {"python": "3.11"},
+        "conditions": {"flags": "--a 1", "workload": {"sha256": "x"}},
+        "values": {
+            "latencies_ms": {"TTFT": {"p50": {"value": 10.0, "carries": True}}},
+            "kind": "b",
+        },
+    }
+    for name, value in changes.items():
+        part, _, key = name.partition("_")
+        found[part] = found[part] | {key: value}
+    return found
+
+
+def test_two_results_are_compared_where_only_the_subject_differs():
+    other = result(conditions_flags="--a 2", values_latencies_ms={"TTFT": {"p50": {"value": 5.0}}})
+    rows = report.side_by_side(result(), other, ["conditions.flags"])
+    assert rows == [("latencies_ms.TTFT.p50.value", 10.0, 5.0)]
+    with pytest.raises(report.NotComparable, match=r"conditions\.flags: '--a 1' and '--a 2'"):
+        report.side_by_side(result(), other, [])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"host_cores": 16},
+        {"versions_python": "3.12"},
+        {"versions_new": "1"},
+        {"conditions_workload": {"sha256": "y"}},
+    ],
+)
+def test_two_results_that_differ_in_more_are_not(changes):
+    with pytest.raises(report.NotComparable):
+        report.side_by_side(result(), result(conditions_flags="2", **changes), ["conditions.flags"])
+    assert report.side_by_side(result(), result(), [])
+
+
+def test_show_prints_or_says_why_not(tmp_path, capsys):
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    one.write_text(json.dumps(result()))
+    two.write_text(json.dumps(result(host_cores=4)))
+    report.print_result(one)
+    assert "a run" in capsys.readouterr().out
+    report.print_comparison(one, two, ["host.cores"])
+    assert "1.00" in capsys.readouterr().out
+    for text in ("{}", "[]", "{", '{"what": 1}'):
+        one.write_text(text)
+        with pytest.raises(SetupError, match="is no result file"):
+            report.print_result(one)

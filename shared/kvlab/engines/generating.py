@@ -8,7 +8,8 @@ means, stands here once.
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, overload
 
 from kvlab.engines.protocol import (
@@ -21,6 +22,15 @@ from kvlab.engines.protocol import (
     is_one,
 )
 from kvlab.engines.server import Server
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A request as it goes over the line, by POST."""
+
+    url: str
+    headers: dict[str, str]
+    body: bytes
 
 
 class GeneratingServer(Server):
@@ -50,6 +60,21 @@ class GeneratingServer(Server):
 
     _streamed: ClassVar[dict[str, Any]] = {"stream": True}
     """What turns a request into one for a stream."""
+
+    model: str
+    device: str
+    _flags: Sequence[str] = ()
+
+    def conditions(self) -> dict[str, str]:
+        """What a figure that was measured on it depends on, for a result file. Values that are
+        JSON (where a connector finds its server) are left out."""
+        flags = [word for word in self._flags if not word.startswith("{")]
+        return {
+            "system": self.name,
+            "model": self.model,
+            "device": self.device,
+            "flags": " ".join(flags),
+        }
 
     # What follows from it.
 
@@ -94,6 +119,14 @@ class GeneratingServer(Server):
             http.stream("POST", self._path, json=body | self._streamed) as answer,
         ):
             yield from self.chunks(self._events(self._checked(answer).iter_lines()))
+
+    def wire(self, prompt: Prompt, **options: Any) -> Wire:
+        """The request for a stream, for a client that sends many: `kvlab.load`. What comes back,
+        chunks() understands."""
+        body = self.body(prompt, **options) | self._streamed
+        token = self._http.headers["Authorization"]
+        headers = {"Authorization": token, "Content-Type": "application/json"}
+        return Wire(self.url + self._path, headers, json.dumps(body).encode())
 
     def _events(self, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
         """Server-sent events, https://html.spec.whatwg.org/multipage/server-sent-events.html"""

@@ -32,6 +32,7 @@ import psutil
 
 from kvlab import environments, paths, supervisor
 from kvlab.engines.protocol import EngineError
+from kvlab.progress import Line
 from kvlab.supervisor import Process
 
 _KEPT_LOGS = 20
@@ -282,60 +283,6 @@ class Run:
         return f"exit status {code}"
 
 
-class Progress:
-    """One line while an engine starts, which leaves nothing that changes from run to run.
-
-    In a terminal: a line with the seconds, gone when ready. In a notebook: a display whose text
-    is replaced while waiting. nbval compares the text a display had first, the stored notebook
-    holds the one it had last; so both are the same, `title`.
-    """
-
-    def __init__(self, title: str, log: Path) -> None:
-        self._title = title
-        self._log = log
-        self._status: Any = None
-        self._handle: Any = None
-        self._began = time.monotonic()
-        self._shown = 0.0
-
-    def __enter__(self) -> Self:
-        ipython = sys.modules.get("IPython")
-        shell = ipython.get_ipython() if ipython else None
-        if shell is not None and shell.has_trait("kernel"):
-            from IPython.display import display
-
-            self._handle = display({"text/plain": self._title}, raw=True, display_id=True)
-        else:
-            from rich.console import Console
-
-            console = Console(stderr=True)
-            if console.is_terminal:
-                self._status = console.status(f"{self._title}: starting")
-                self._status.start()
-        return self
-
-    def tick(self, deadline: float) -> None:
-        seconds = time.monotonic() - self._began
-        if seconds - self._shown < 1:
-            return
-        self._shown = seconds
-        text = (
-            f"{self._title}: starting, {seconds:.0f} s (given up after {deadline:.0f} s; "
-            f"log: {self._log})"
-        )
-        if self._handle is not None:
-            self._handle.update({"text/plain": text}, raw=True)
-        elif self._status is not None:
-            self._status.update(text)
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if self._status is not None:
-            self._status.stop()
-        elif self._handle is not None:
-            text = self._title if kind is None else f"{self._title}: not started"
-            self._handle.update({"text/plain": text}, raw=True)
-
-
 TOKEN = secrets.token_urlsafe(24)
 """What this process's servers ask of whoever wants more than a look; one for all, so that a router
 can speak with its replicas."""
@@ -449,20 +396,25 @@ class System:
         self._end = weakref.finalize(self, run.end)
         try:
             self._connect(run)
-            with Progress(self._title, run.log) as progress:
-                self._wait(run, progress)
+            with Line(self._title) as line:
+                self._wait(run, line)
         except BaseException:  # KeyboardInterrupt is one
             self.stop()
             raise
 
-    def _wait(self, run: Run, progress: Progress) -> None:
+    def _wait(self, run: Run, line: Line) -> None:
         until = time.monotonic() + self._deadline
         while time.monotonic() < until:
             if not run.alive:
                 raise self._ended("ended before it was ready")
             if self._is_ready(run):
                 return
-            progress.tick(self._deadline)
+            line.tick(
+                lambda seconds: (
+                    f"starting, {seconds:.0f} s (given up after {self._deadline:.0f} s; "
+                    f"log: {run.log})"
+                )
+            )
             time.sleep(0.1)
         raise EngineError(
             f"{self.name} was not ready after {self._deadline:g} s and was stopped. If its log "

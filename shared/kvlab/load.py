@@ -1,0 +1,234 @@
+"""An open-loop client: requests leave when they are due, whatever the server does.
+
+    from kvlab import load
+
+    run = load.send(engine, workload, timeout=60)
+
+A *closed* loop (so many users, each of whom waits for its answer) slows down with the server: the
+worse the server, the less it is asked, and the better its latencies look. Here a request that is
+due is sent, also while a hundred others wait. How late the client itself was is part of what is
+measured. An answer that never comes, breaks off or is refused is an outcome too, and no exception.
+
+The requests run in a thread of their own, so that a notebook can show progress and be interrupted:
+after Ctrl-C what was measured is there, and what was not yet due is counted as not sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import aiohttp
+
+from kvlab.engines.generating import Wire
+from kvlab.engines.protocol import Chunk
+from kvlab.progress import Line
+from kvlab.workloads import Workload
+
+_LEAD = 0.2
+"""Seconds between the start of the thread and the moment 0 of the workload."""
+
+
+class Target(Protocol):
+    """What can be sent to: every `kvlab.engines.generating.GeneratingServer`."""
+
+    def wire(self, prompt: list[int], **options: Any) -> Wire: ...
+    def chunks(self, events: Iterable[dict[str, Any]]) -> Iterator[Chunk]: ...
+
+
+@dataclass
+class Outcome:
+    """What became of one request. Times are seconds on one clock, of which 0 is the start."""
+
+    index: int
+    """its place in the workload"""
+    group: str
+    due: float
+    """when the workload wanted it sent"""
+    sent: float
+    """when the client sent it"""
+    ended: float = 0.0
+    """when its last byte came, or when it failed"""
+    times: list[float] = field(default_factory=list)
+    """when each chunk came that held tokens"""
+    tokens: list[int] = field(default_factory=list)
+    """how many tokens each of them held"""
+    token_ids: list[int] = field(default_factory=list)
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    failure: str = ""
+    """Why there is no whole answer: "timeout", "refused: ...", "broke off: ...", "stopped"."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.failure
+
+
+@dataclass
+class Run:
+    """The outcomes of a workload, in its order."""
+
+    outcomes: list[Outcome]
+    planned: int
+    """requests in the workload; after Ctrl-C fewer were sent"""
+    manifest: dict[str, Any]
+    zero: float
+    """moment 0 on time.perf_counter(), to put an engine's own times beside"""
+
+    @property
+    def not_sent(self) -> int:
+        return self.planned - len(self.outcomes)
+
+
+def send(
+    target: Target,
+    workload: Workload,
+    *,
+    timeout: float = 120,
+    **options: Any,
+) -> Run:
+    """Send a workload and gather what came back.
+
+    timeout: seconds after which a request counts as failed, from when it was sent. options: as for
+    the engine's generate(); each request asks for its own max_tokens and goes on to that length.
+    Raises EngineError if a request cannot be written at all; nothing was sent then.
+    """
+    wires = [
+        target.wire(r.prompt, **{"max_tokens": r.output, "ignore_eos": True} | options)
+        for r in workload.requests
+    ]
+    sending = _Sending(wires, workload, timeout)
+    thread = threading.Thread(target=sending.run, name="load", daemon=True)
+    with Line(f"{len(wires)} requests") as line:
+        thread.start()
+        try:
+            while thread.is_alive():
+                thread.join(0.2)
+                line.tick(lambda _: f"{len(sending.raw)} sent, {sending.done} done")
+        except KeyboardInterrupt:
+            sending.stop()
+            thread.join()
+            print(f"Stopped: {len(sending.raw)} of {len(wires)} requests were sent.")
+    if sending.error is not None:
+        raise sending.error
+    outcomes = [_read(target, raw) for raw in sorted(sending.raw, key=lambda raw: raw[0].index)]
+    return Run(outcomes, len(wires), workload.manifest(), sending.zero)
+
+
+Raw = tuple[Outcome, list[tuple[float, bytes]]]
+"""An outcome and the events of its stream as they came, not yet read: reading takes time."""
+
+
+class _Sending:
+    """The client's thread."""
+
+    def __init__(self, wires: Sequence[Wire], workload: Workload, timeout: float) -> None:
+        self._wires = wires
+        self._requests = workload.requests
+        self._timeout = timeout
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._main: asyncio.Task[None] | None = None
+        self.raw: list[Raw] = []
+        self.done = 0
+        self.zero = 0.0
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            asyncio.run(self._all())
+        except asyncio.CancelledError:
+            pass
+        except BaseException as error:
+            self.error = error
+
+    def stop(self) -> None:
+        if self._loop is not None and self._main is not None:
+            self._loop.call_soon_threadsafe(self._main.cancel)
+
+    async def _all(self) -> None:
+        self._loop, self._main = asyncio.get_running_loop(), asyncio.current_task()
+        connector = aiohttp.TCPConnector(limit=0)  # a limit would be a queue in the client
+        timeout = aiohttp.ClientTimeout(total=self._timeout)
+        async with (
+            aiohttp.ClientSession(connector=connector, timeout=timeout) as http,
+            asyncio.TaskGroup() as tasks,
+        ):
+            self.zero = time.perf_counter() + _LEAD
+            # The workload is in the order of arrival; what is due at the same time keeps it.
+            for index, request in enumerate(self._requests):
+                wait = self.zero + request.at - time.perf_counter()
+                if wait > 0:
+                    await asyncio.sleep(wait)
+                tasks.create_task(self._one(http, index))
+
+    async def _one(self, http: aiohttp.ClientSession, index: int) -> None:
+        zero = self.zero
+        request, wire = self._requests[index], self._wires[index]
+        outcome = Outcome(index, request.group, request.at, time.perf_counter() - zero)
+        events: list[tuple[float, bytes]] = []
+        self.raw.append((outcome, events))
+        try:
+            async with http.post(wire.url, data=wire.body, headers=wire.headers) as answer:
+                if answer.status >= 400:
+                    said = (await answer.text())[:300]
+                    outcome.failure = f"refused: {answer.status} {said}"
+                    return
+                async for line in answer.content:
+                    if line.startswith(b"data: "):
+                        events.append((time.perf_counter() - zero, line[6:]))
+        except TimeoutError:
+            outcome.failure = "timeout"
+        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: an endless line
+            outcome.failure = f"broke off: {type(error).__name__} {error}"
+        except asyncio.CancelledError:
+            outcome.failure = "stopped"
+            raise
+        finally:
+            outcome.ended = time.perf_counter() - zero
+            self.done += 1
+
+
+def _read(target: Target, raw: Raw) -> Outcome:
+    """The outcome with what its events say."""
+    outcome, events = raw
+    now = 0.0
+    error = ""
+
+    def parsed() -> Iterator[dict[str, Any]]:
+        nonlocal now, error
+        for moment, data in events:
+            now = moment
+            if data.strip() == b"[DONE]":
+                continue
+            event = json.loads(data)
+            if "error" in event:
+                error = str(event["error"])[:300]
+                return
+            yield event
+
+    finished = None
+    try:
+        for chunk in target.chunks(parsed()):
+            if chunk.token_ids:
+                outcome.times.append(now)
+                outcome.tokens.append(len(chunk.token_ids))
+                outcome.token_ids += chunk.token_ids
+            if chunk.finish_reason is not None:
+                finished = chunk.finish_reason
+                outcome.prompt_tokens = chunk.prompt_tokens
+                outcome.cached_tokens = chunk.cached_tokens
+    except (ValueError, LookupError, TypeError) as wrong:
+        error = f"not understood: {type(wrong).__name__} {wrong}"
+    if not outcome.failure:
+        if error:
+            outcome.failure = f"refused: {error}"
+        elif finished is None:
+            outcome.failure = "broke off: the stream ended before the answer did"
+        elif finished == "abort":
+            outcome.failure = "aborted by the server"
+    return outcome

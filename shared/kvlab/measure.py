@@ -1,0 +1,372 @@
+"""What a run says, and what it does not.
+
+    from kvlab import load, measure
+
+    with measure.counting(engine) as counted:
+        run = load.send(engine, workload)
+    measure.show(run)
+    print(counted.by_source())
+
+Every figure has a definition that stands in a docstring here, with the mistake that it avoids.
+Times are in seconds until a table shows milliseconds. Of a failed request nothing enters a latency;
+that it failed is a figure of its own, and misses every objective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from kvlab import environments, report, systems
+from kvlab.engines.generating import GeneratingServer
+from kvlab.load import Outcome, Run
+
+# One request.
+
+
+def lateness(one: Outcome) -> float:
+    """How long the client itself kept a request that was due.
+
+    Avoids: taking a client that cannot keep up for a server that is slow. If this is not small
+    beside the latencies, nothing else here is about the server.
+    """
+    return one.sent - one.due
+
+
+def ttft(one: Outcome) -> float | None:
+    """Time to first token: from when the request was *due* to its first token.
+
+    Avoids *coordinated omission*: counted from when it was sent, a request that waited in the
+    client looks fast, and the worse the load, the better it looks. None without a token.
+    """
+    return one.times[0] - one.due if one.times else None
+
+
+def itl_by_chunk(one: Outcome) -> list[float]:
+    """Inter-token latency as a user sees it: the gaps between chunks of the stream.
+
+    Avoids: hiding a pause of a second by dividing it among the tokens that came after it. A chunk
+    may hold several tokens; then this is not the time of one token.
+    """
+    return np.diff(one.times).tolist()
+
+
+def itl_by_token(one: Outcome) -> list[float]:
+    """Inter-token latency for each token: a chunk's gap, shared among the tokens that it holds.
+
+    Avoids: a server that sends four tokens at a time looking four times as slow, or, counted by
+    chunks, half of its tokens not counting. The first chunk's further tokens came with its first:
+    0 each. The mean over a request is its TPOT.
+    """
+    gaps = [0.0] * (one.tokens[0] - 1) if one.tokens else []
+    for gap, tokens in zip(itl_by_chunk(one), one.tokens[1:], strict=True):
+        gaps += [gap / tokens] * tokens
+    return gaps
+
+
+def tpot(one: Outcome) -> float | None:
+    """Time per output token: from the first to the last, divided by the tokens after the first.
+
+    Avoids: dividing by all tokens, or putting the prefill into it. None for a single token. It is
+    a mean: pauses of single tokens vanish in it, for which there is ITL.
+    """
+    tokens = sum(one.tokens)
+    return (one.times[-1] - one.times[0]) / (tokens - 1) if tokens > 1 else None
+
+
+def end_to_end(one: Outcome) -> float | None:
+    """From when the request was due to its last token. Avoids what `ttft` avoids."""
+    return one.times[-1] - one.due if one.times else None
+
+
+# Many requests.
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A percentile, and how far to trust it."""
+
+    percent: float
+    value: float
+    low: float
+    high: float
+    """95% of the values that one gets from the same requests, drawn anew with replacement"""
+    count: int
+    """of requests behind it"""
+
+    @property
+    def carries(self) -> bool:
+        """Whether at least ten requests lie beyond it. The P99 of 200 requests hangs on two."""
+        return self.count * (1 - self.percent / 100) >= 10 - 1e-9
+
+    def __str__(self) -> str:
+        said = f"{1000 * self.value:.1f} [{1000 * self.low:.1f}, {1000 * self.high:.1f}]"
+        return said if self.carries else f"{said} ?"
+
+
+def percentile(
+    by_request: Sequence[Sequence[float]], percent: float, *, draws: int = 400, seed: int = 0
+) -> Estimate | None:
+    """A percentile of all values, with an interval from the bootstrap. None without a value.
+
+    Requests are drawn, not values. Avoids: the gaps of one answer taken for independent, which
+    makes an interval look ten times as narrow as it is.
+    """
+    groups = [np.asarray(values, dtype=float) for values in by_request if len(values)]
+    if not groups:
+        return None
+    rng = np.random.default_rng(seed)
+    drawn = rng.integers(len(groups), size=(draws, len(groups)))
+    if all(len(group) == 1 for group in groups):
+        found = np.percentile(np.concatenate(groups)[drawn], percent, axis=1)
+    else:
+        found = np.array(
+            [np.percentile(np.concatenate([groups[i] for i in row]), percent) for row in drawn]
+        )
+    low, high = np.percentile(found, (2.5, 97.5))
+    value = np.percentile(np.concatenate(groups), percent)
+    return Estimate(percent, float(value), float(low), float(high), len(groups))
+
+
+Values = Callable[[Outcome], float | list[float] | None]
+
+LATENCIES: dict[str, Values] = {
+    "TTFT": ttft,
+    "ITL by token": itl_by_token,
+    "ITL by chunk": itl_by_chunk,
+    "TPOT": tpot,
+    "end to end": end_to_end,
+    "client's lateness": lateness,
+}
+
+
+def latency(run: Run, what: Values, percent: float) -> Estimate | None:
+    """A percentile of one of the latencies above, over the requests that were answered.
+
+    The client's lateness counts for all that were sent.
+    """
+    chosen = [one for one in run.outcomes if one.ok or what is lateness]
+    values = [what(one) for one in chosen]
+    return percentile([v if isinstance(v, list) else [v] for v in values if v is not None], percent)
+
+
+@dataclass(frozen=True)
+class Objectives:
+    """What an answer has to keep to be of use, in seconds; None: anything will do."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+    end_to_end: float | None = None
+
+    def met(self, one: Outcome) -> bool:
+        """A failed request meets none. One without a figure (a single token has no TPOT) cannot
+        have missed it."""
+        if not one.ok:
+            return False
+        for limit, what in ((self.ttft, ttft), (self.tpot, tpot), (self.end_to_end, end_to_end)):
+            found = what(one)
+            if limit is not None and found is not None and found > limit:
+                return False
+        return True
+
+
+def seconds(run: Run) -> float:
+    """From when the first request was due to when the last one ended."""
+    if not run.outcomes:
+        return 0.0
+    return max(one.ended for one in run.outcomes) - min(one.due for one in run.outcomes)
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Answers within the objectives.
+
+    Avoids: counting tokens that came too late for anybody, which is how a peak of throughput is
+    reached.
+    """
+
+    per_second: float
+    share: float
+    """of the requests that were sent, failed ones among them"""
+
+
+def goodput(run: Run, objectives: Objectives) -> Goodput:
+    good = sum(objectives.met(one) for one in run.outcomes)
+    return Goodput(
+        good / seconds(run) if run.outcomes else 0.0,
+        good / len(run.outcomes) if run.outcomes else 0.0,
+    )
+
+
+def failures(run: Run) -> dict[str, int]:
+    """How many requests had no whole answer, by kind: the words before the colon."""
+    kinds = [one.failure.partition(":")[0] for one in run.outcomes if not one.ok]
+    found = {kind: kinds.count(kind) for kind in sorted(set(kinds))}
+    return found | ({"not sent": run.not_sent} if run.not_sent else {})
+
+
+@dataclass(frozen=True)
+class Hits:
+    """Cached tokens of the prompts that were answered, as each answer says."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    requests: int
+    requests_with_a_hit: int
+    mean_of_ratios: float
+    """of cached to prompt tokens, request by request"""
+
+    @property
+    def computed_tokens(self) -> int:
+        """What prefill had to do."""
+        return self.prompt_tokens - self.cached_tokens
+
+    @property
+    def share_of_tokens(self) -> float:
+        """What prefill was saved: cached of all prompt tokens.
+
+        Avoids: the mean of ratios, in which a short prompt that hits counts as much as a long one
+        that does not; and the share of requests with a hit, in which one block is a hit.
+        """
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+def hits(run: Run) -> Hits:
+    pairs = [
+        (one.prompt_tokens, one.cached_tokens)
+        for one in run.outcomes
+        if one.ok and one.prompt_tokens is not None and one.cached_tokens is not None
+    ]
+    return Hits(
+        prompt_tokens=sum(prompt for prompt, _ in pairs),
+        cached_tokens=sum(cached for _, cached in pairs),
+        requests=len(pairs),
+        requests_with_a_hit=sum(cached > 0 for _, cached in pairs),
+        mean_of_ratios=float(np.mean([cached / prompt for prompt, cached in pairs]))
+        if pairs
+        else 0.0,
+    )
+
+
+# What the engine counted meanwhile.
+
+
+class Counting(Protocol):
+    def metrics(self) -> dict[str, float]: ...
+
+
+@dataclass
+class Counted:
+    """How an engine's counters changed."""
+
+    changed: dict[str, float] = field(default_factory=dict)
+
+    def by_source(self) -> dict[str, int]:
+        """Prompt tokens by where their KV came from, as the engine itself counts them: vLLM's
+        prompt_tokens_by_source (0.32.0), SGLang's cached_tokens (0.5.23). Empty for others."""
+        pattern = re.compile(
+            r"(?:vllm:prompt_tokens_by_source_total\{source|"
+            r'sglang:cached_tokens_total\{cache_source)="(\w+)"\}'
+        )
+        found = ((pattern.fullmatch(name), value) for name, value in self.changed.items())
+        return {match[1]: int(value) for match, value in found if match}
+
+
+@contextlib.contextmanager
+def counting(engine: Counting) -> Iterator[Counted]:
+    """What the engine's counters gain inside the `with` block, which is for nobody else's requests.
+
+    Some are counted moments after the answer: they are read until two readings are the same.
+    """
+    counted, before = Counted(), engine.metrics()
+    yield counted
+    after = _settled(engine)
+    counted.changed = {
+        name: value - before.get(name, 0)
+        for name, value in after.items()
+        if value != before.get(name, 0) and re.search(r"_(?:total|sum|count)(?:\{|$)", name)
+    }
+
+
+def _settled(engine: Counting, wait: float = 0.3, most: int = 20) -> dict[str, float]:
+    def tokens(found: dict[str, float]) -> dict[str, float]:
+        return {name: value for name, value in found.items() if "_tokens" in name}
+
+    last = engine.metrics()
+    for _ in range(most):
+        time.sleep(wait)
+        now = engine.metrics()
+        if tokens(now) == tokens(last):
+            break
+        last = now
+    return last
+
+
+# For people, and for results/.
+
+
+def summary(run: Run, objectives: Objectives | None = None) -> dict[str, Any]:
+    """Every figure of a run as JSON, for a result file. Times in milliseconds."""
+    found: dict[str, Any] = {
+        "requests": len(run.outcomes),
+        "answered": sum(one.ok for one in run.outcomes),
+        "failures": failures(run),
+        "seconds": round(seconds(run), 3),
+        "output_tokens": sum(sum(one.tokens) for one in run.outcomes),
+        "latencies_ms": {},
+    }
+    for name, what in LATENCIES.items():
+        for percent in (50, 90, 99):
+            estimate = latency(run, what, percent)
+            if estimate is not None:
+                found["latencies_ms"].setdefault(name, {})[f"p{percent}"] = {
+                    "value": round(1000 * estimate.value, 3),
+                    "low": round(1000 * estimate.low, 3),
+                    "high": round(1000 * estimate.high, 3),
+                    "carries": estimate.carries,
+                }
+    cached = hits(run)
+    found["prompt_tokens"] = cached.prompt_tokens
+    found["cached_tokens"] = cached.cached_tokens
+    found["computed_tokens"] = cached.computed_tokens
+    if objectives is not None:
+        good = goodput(run, objectives)
+        found["goodput"] = {
+            "objectives": {k: v for k, v in vars(objectives).items() if v is not None},
+            "per_second": round(good.per_second, 3),
+            "share": round(good.share, 4),
+        }
+    return found
+
+
+def record(
+    name: str, what: str, engine: GeneratingServer, run: Run, objectives: Objectives | None = None
+) -> None:
+    """Write results/<name>.json: the figures of a run, and all that they depend on."""
+    device = environments.device()
+    version = next(s.version(device) for s in systems.SYSTEMS if s.name == engine.name)
+    conditions = engine.conditions() | {"version": version, "workload": run.manifest}
+    report.record(name, what, conditions, summary(run, objectives))
+
+
+def show(run: Run, percents: Sequence[float] = (50, 90, 99)) -> None:
+    """Print the latencies of a run in milliseconds: percentile [95% interval]. A question mark
+    stands behind what fewer than ten requests beyond it carry."""
+    from rich.console import Console
+    from rich.table import Table
+
+    failed = ", ".join(f"{kind}: {count}" for kind, count in failures(run).items())
+    title = f"{len(run.outcomes)} requests in {seconds(run):.1f} s; {failed or 'none failed'}"
+    table = Table(title=title, title_justify="left")
+    for heading in ("ms", *(f"P{percent:g}" for percent in percents)):
+        table.add_column(heading)
+    for name, what in LATENCIES.items():
+        estimates = [latency(run, what, percent) for percent in percents]
+        table.add_row(name, *(str(estimate or "-") for estimate in estimates))
+    Console().print(table)

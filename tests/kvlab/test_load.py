@@ -1,0 +1,228 @@
+"""The load generator and its figures, held against a server whose delays are known."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_help import need
+
+from kvlab import environments, load, measure, models
+from kvlab import workloads as w
+from kvlab.engines.generating import GeneratingServer
+from kvlab.engines.protocol import Chunk
+from kvlab.engines.vllm import VLLM
+from kvlab.workloads import Request, Workload
+
+FIXED, QUEUED, STALLED, BROKEN, REFUSED = range(5)
+
+
+class Known(GeneratingServer):
+    """The server of known_delays.py. `sent_at` holds, for each answer that was read, when the
+    server sent its chunks."""
+
+    name = "known delays"
+    grace = 1.0
+    _path = "/v1/completions"
+
+    def __init__(self) -> None:
+        super().__init__(deadline=60)
+        self.sent_at: list[list[float]] = []
+
+    def _command(self) -> list[str]:
+        program = Path(__file__).with_name("known_delays.py")
+        return [sys.executable, str(program), str(self.port)]
+
+    def _environment(self, folder: Path) -> dict[str, str]:
+        return {**os.environ, "TMPDIR": str(folder)}
+
+    def body(self, prompt: Any, *, max_tokens: int, **_: Any) -> dict[str, Any]:
+        return {"prompt": prompt, "max_tokens": max_tokens}
+
+    def chunks(self, events: Iterable[dict[str, Any]]) -> Iterator[Chunk]:
+        mine: list[float] = []
+        self.sent_at.append(mine)
+
+        def noted() -> Iterator[dict[str, Any]]:
+            for event in events:
+                mine.extend([event["sent_at"]] if "sent_at" in event else [])
+                yield event
+
+        return VLLM.chunks(self, noted())  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Known]:
+    with Known().start() as running:
+        yield running
+
+
+def asked(*prompts: tuple[float, list[int]]) -> Workload:
+    return Workload([Request(at, prompt, 1) for at, prompt in prompts], {"made_by": "hand"})
+
+
+def send(server: Known, workload: Workload, **options: Any) -> load.Run:
+    server.sent_at.clear()
+    return load.send(server, workload, **options)
+
+
+def agree(found: list[float], true: list[float]) -> None:
+    """Right within 2 ms. For the median, because a machine that does other things besides may
+    wake either side late once; and for all of them within what that may be."""
+    off = [abs(a - b) for a, b in zip(found, true, strict=True)]
+    assert statistics.median(off) < 0.002, off
+    assert max(off) < 0.5, off
+
+
+def test_fixed_delays(server: Known) -> None:
+    times = w.Poisson(50).times(60, w.np.random.default_rng(1))
+    run = send(server, asked(*((at, [FIXED, 20, 5, 8, 1]) for at in times)))
+    assert measure.failures(run) == {}
+    true_first = [moments[0] - run.zero for moments in server.sent_at]
+    agree([one.times[0] for one in run.outcomes], true_first)
+    ttft = [measure.ttft(one) for one in run.outcomes]
+    agree(ttft, [first - one.due for one, first in zip(run.outcomes, true_first, strict=True)])
+    for one, moments in zip(run.outcomes, server.sent_at, strict=True):
+        assert one.tokens == [1] * 8
+        assert measure.end_to_end(one) >= 0.055
+        agree(measure.itl_by_chunk(one), [b - a for a, b in itertools.pairwise(moments)])
+        assert measure.itl_by_token(one) == measure.itl_by_chunk(one)
+    middle = measure.latency(run, measure.tpot, 50)
+    assert middle.value == pytest.approx(0.005, abs=0.002)
+    cached = measure.hits(run)
+    assert (cached.prompt_tokens, cached.cached_tokens, cached.requests) == (600, 240, 60)
+
+
+def test_a_queue_in_the_server_is_seen_from_when_a_request_was_due(server: Known) -> None:
+    run = send(server, asked(*((0.0, [QUEUED, 30, 0, 1, 1]) for _ in range(10))))
+    ttft = sorted(measure.ttft(one) for one in run.outcomes)
+    true = sorted(moments[0] - run.zero for moments in server.sent_at)
+    agree(ttft, true)
+    assert ttft[-1] >= 0.3  # ten times 30 ms, one after the other
+    assert all(measure.tpot(one) is None for one in run.outcomes)
+
+
+def test_several_tokens_in_a_chunk(server: Known) -> None:
+    run = send(server, asked((0, [FIXED, 10, 40, 12, 4])))
+    (one,) = run.outcomes
+    assert one.tokens == [4, 4, 4]
+    assert len(measure.itl_by_chunk(one)) == 2
+    by_token = measure.itl_by_token(one)
+    assert len(by_token) == 11
+    assert by_token[:3] == [0, 0, 0]
+    assert sum(by_token) == pytest.approx(one.times[-1] - one.times[0])
+    assert measure.tpot(one) == pytest.approx(statistics.mean(by_token))
+    agree(measure.itl_by_chunk(one), [0.04, 0.04])
+
+
+def test_what_fails_is_an_outcome_and_harms_no_other(server: Known) -> None:
+    good = [FIXED, 5, 5, 4, 1]
+    run = send(
+        server,
+        asked(
+            (0.0, [STALLED, 5, 5, 8, 1]),
+            (0.0, [BROKEN, 5, 5, 8, 1]),
+            (0.0, [REFUSED, 0, 0, 1, 1]),
+            *((i / 10, good) for i in range(5)),
+        ),
+        timeout=1.5,
+    )
+    stalled, broken, refused, *others = run.outcomes
+    assert stalled.failure == "timeout"
+    assert sum(stalled.tokens) == 4  # what came before it is known
+    assert 1.4 < stalled.ended - stalled.sent < 10
+    assert broken.failure.startswith("broke off")
+    assert refused.failure == 'refused: 503 {"error": {"message": "full"}}'
+    assert all(one.ok for one in others)
+    assert measure.failures(run) == {"broke off": 1, "refused": 1, "timeout": 1}
+    assert measure.goodput(run, measure.Objectives()).share == pytest.approx(5 / 8)
+    nobody = measure.goodput(run, measure.Objectives(ttft=0.001))
+    assert nobody.share == 0
+    assert measure.latency(run, measure.ttft, 50).count == 5
+
+
+def test_a_server_that_is_gone(server: Known) -> None:
+    with Known().start() as short:
+        wire_only = short.wire([FIXED, 0, 0, 1, 1], max_tokens=1)
+    dead = _Dead(wire_only)
+    run = load.send(dead, asked((0, [1]), (0.1, [1])))
+    assert all(one.failure.startswith("broke off: ClientConnectorError") for one in run.outcomes)
+
+
+class _Dead:
+    def __init__(self, wire: Any) -> None:
+        self._wire = wire
+
+    def wire(self, prompt: list[int], **options: Any) -> Any:
+        return self._wire
+
+    def chunks(self, events: Iterable[dict[str, Any]]) -> Iterator[Chunk]:
+        return iter(())
+
+
+def test_ctrl_c_keeps_what_was_measured(server: Known, capsys: pytest.CaptureFixture[str]) -> None:
+    work = asked(*((i / 20, [FIXED, 5, 5, 4, 1]) for i in range(2000)))
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    run = send(server, work)
+    assert 0 < len(run.outcomes) < 2000
+    assert run.not_sent == 2000 - len(run.outcomes)
+    assert any(one.ok for one in run.outcomes)
+    assert set(measure.failures(run)) <= {"stopped", "not sent"}
+    assert "requests were sent" in capsys.readouterr().out
+
+
+def test_200_requests_a_second_leave_on_time(server: Known) -> None:
+    times = w.Poisson(200).times(1000, w.np.random.default_rng(2))
+    run = send(server, asked(*((at, [FIXED, 0, 0, 8, 1]) for at in times)))
+    assert measure.failures(run) == {}
+    late = measure.latency(run, measure.lateness, 99)
+    print(f"\n200 requests/s: the client's lateness, P99: {1000 * late.value:.1f} ms")
+    # Who waits for answers could not: the last one leaves when it is due, however late the first.
+    assert run.outcomes[-1].sent == pytest.approx(times[-1], abs=2)
+
+
+def test_counts_and_medians_agree_with_vllm_bench_serve(server: Known, tmp_path: Path) -> None:
+    need("vllm")
+    file = tmp_path / "trace.jsonl"
+    lines = [
+        {
+            "timestamp": 50 * i,
+            "input_length": 600 + i,
+            "output_length": 5 + i % 9,
+            "hash_ids": [0, i + 1],
+        }
+        for i in range(40)
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = send(server, w.from_trace(file))
+    python = environments.python("vllm")
+    command = [
+        *(str(python.with_name("vllm")), "bench", "serve", "--backend", "openai"),
+        *("--base-url", server.url, "--endpoint", "/v1/completions", "--model", "known"),
+        *("--tokenizer", str(models.get("tiny-random")), "--dataset-name", "timed_trace"),
+        *("--dataset-path", str(file), "--timed-trace-sec-multiplier", "0.001"),
+        *("--timed-trace-chunk-hash-size", "512", "--num-prompts", "40", "--save-result"),
+        *("--result-dir", str(tmp_path), "--result-filename", "theirs.json"),
+    ]
+    variables = environments.clean_variables("vllm", python) | {"TMPDIR": str(tmp_path)}
+    asked_vllm = subprocess.run(command, env=variables, capture_output=True, text=True)
+    assert asked_vllm.returncode == 0, asked_vllm.stderr[-2000:]
+    theirs = json.loads((tmp_path / "theirs.json").read_text())
+    ours = measure.summary(run)
+    assert theirs["completed"] == ours["answered"] == 40
+    assert theirs["total_output_tokens"] == ours["output_tokens"]
+    for name, key in (("TTFT", "median_ttft_ms"), ("TPOT", "median_tpot_ms")):
+        mine = ours["latencies_ms"][name]["p50"]["value"]
+        print(f"\n{name}: ours {mine:.2f} ms, vllm bench serve {theirs[key]:.2f} ms")
+        assert mine == pytest.approx(theirs[key], abs=10)
