@@ -1,0 +1,796 @@
+"""Lab 05, measuring: what a figure says, and what it does not."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from kvlab.check import Exercise, Wrong, number
+
+READING = 50
+"""Minutes that the chapter takes to read and run."""
+
+
+def _keyed(answer: Any, keys: Sequence[Any]) -> dict[Any, int | float]:
+    """The answer's numbers by key, if it is a dict with just these keys."""
+    if not isinstance(answer, Mapping) or set(answer) != set(keys):
+        raise Wrong(f"keep the keys: {', '.join(repr(key) for key in keys)}")
+    return {key: number(answer[key], f"the number for {key!r}") for key in keys}
+
+
+def _near(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-9)
+
+
+# 05.1 -----------------------------------------------------------------------
+
+_DUE, _SENT, _TIMES, _TOKENS = 10.0, 10.3, (11.5, 11.9, 12.5), (1, 4, 2)
+_ONE = {"lateness": 0.3, "TTFT": 1.5, "TPOT": 1.0 / 6, "end to end": 2.5}
+
+
+def _check_one_request(answer: Any) -> str:
+    got = _keyed(answer, tuple(_ONE))
+    reasons = []
+    if _near(got["TTFT"], _TIMES[0] - _SENT):
+        reasons.append(
+            "TTFT: that is from when the client sent it. What does its user wait for who wanted an "
+            "answer at 10.0?"
+        )
+    elif not _near(got["TTFT"], _ONE["TTFT"]):
+        reasons.append("TTFT: from when to when?")
+    if _near(got["end to end"], _TIMES[-1] - _SENT):
+        reasons.append("end to end: its clock starts where that of TTFT does")
+    elif not _near(got["end to end"], _ONE["end to end"]):
+        reasons.append("end to end: from when it was due to its last token")
+    if _near(got["TPOT"], 1.0 / 7):
+        reasons.append("TPOT: the first token ended the prefill. How many came after it?")
+    elif _near(got["TPOT"], 1.0 / 2) or _near(got["TPOT"], 1.0 / 3):
+        reasons.append("TPOT: per token, and not per chunk")
+    elif _near(got["TPOT"], 2.5 / 7) or _near(got["TPOT"], 2.5 / 6):
+        reasons.append("TPOT: the wait for the first token is not part of it")
+    elif not _near(got["TPOT"], _ONE["TPOT"]):
+        reasons.append("TPOT: the time from the first to the last token, for how many tokens?")
+    if not _near(got["lateness"], _ONE["lateness"]):
+        reasons.append("lateness: what did the client itself add?")
+    if reasons:
+        raise Wrong("; ".join(reasons))
+    return (
+        "0.3 s of its 1.5 are the client's own. Keep both figures: without the first, the second "
+        "gets blamed on the server."
+    )
+
+
+# 05.2 -----------------------------------------------------------------------
+
+_SERVICE, _EVERY, _COUNT, _STALL, _STALLED = 0.01, 0.1, 100, 3.0, 2.0
+
+
+def _slow(closed: bool, slow: float = 0.1) -> int:
+    """Requests that take longer than `slow`, with the server still from _STALL to its end."""
+    free, clock, found = 0.0, 0.0, 0
+    for i in range(_COUNT):
+        # A closed loop's only user waits for the answer before the next request.
+        due = max(i * _EVERY, clock) if closed else i * _EVERY
+        start = max(due, free)
+        if _STALL - _SERVICE < start < _STALL + _STALLED:
+            start = _STALL + _STALLED
+        free = start + _SERVICE
+        clock = free
+        found += free - due > slow + 1e-9
+    return found
+
+
+_SLOW_ONES = {"closed": _slow(True), "open": _slow(False)}
+
+
+def _check_loops(answer: Any) -> str:
+    got = _keyed(answer, ("closed", "open"))
+    right = _SLOW_ONES
+    reasons = []
+    if got["closed"] != right["closed"]:
+        reasons.append(
+            "closed: who is asked while the server stands still? The only user waits for one answer"
+            if got["closed"] > 1
+            else "closed: somebody was waiting when the server stood still"
+        )
+    if got["open"] == _STALLED / _EVERY:
+        reasons.append(
+            "open: those that were due during the stall are right but for its end. After it, the "
+            "ones that piled up are served one after another: who is due then waits as well, and "
+            "one that comes just before the end hardly waits at all"
+        )
+    elif got["open"] == 1:
+        reasons.append("open: requests leave when they are due, whatever the server does")
+    elif got["open"] != right["open"]:
+        reasons.append(
+            "open: each one that comes during the stall waits for its end and for those before it; "
+            "write down the first and the last of them, and the ones after"
+        )
+    if reasons:
+        raise Wrong("; ".join(reasons))
+    return (
+        f"The same server, the same two seconds: {right['closed']} slow request of {_COUNT} in a "
+        f"closed loop, {right['open']} in an open one. The closed loop stopped asking when it hurt."
+    )
+
+
+# 05.3 -----------------------------------------------------------------------
+
+Gaps = Callable[[list[float], list[int]], list[float]]
+
+
+def _by_token(times: list[float], tokens: list[int]) -> list[float]:
+    gaps = [0.0] * (tokens[0] - 1)
+    for before, after, count in zip(times, times[1:], tokens[1:], strict=False):
+        gaps += [(after - before) / count] * count
+    return gaps
+
+
+def _streams() -> list[tuple[list[float], list[int]]]:
+    rng = random.Random(5)
+    made = []
+    for _ in range(60):
+        count = rng.randrange(1, 8)
+        times = sorted(rng.uniform(0, 5) for _ in range(count))
+        made.append((times, [rng.randrange(1, 5) for _ in range(count)]))
+    return [([1.0], [1]), ([1.0, 1.5], [1, 1]), ([1.0, 1.5, 3.0], [1, 2, 3]), *made, ([1.0], [3])]
+
+
+def _check_gaps(answer: Any) -> str:
+    for times, tokens in _streams():
+        given = answer(list(times), list(tokens))
+        if given is None:
+            raise Wrong("it gives None: is a `return` missing?")
+        try:
+            got = [float(value) for value in given]
+        except (TypeError, ValueError):
+            raise Wrong("it should give a list of numbers") from None
+        what = f"for chunks at {[round(t, 2) for t in times]} with {tokens} tokens"
+        total = sum(tokens)
+        if len(times) > 1 and len(got) == len(times) - 1 != total - 1:
+            raise Wrong(f"{what} it gives one gap for each chunk: a chunk may hold several tokens")
+        if len(got) == total:
+            raise Wrong(f"{what} it gives {total} gaps: between {total} tokens there are fewer")
+        if len(got) != total - 1:
+            raise Wrong(
+                f"{what} it gives {len(got)} gaps for {total} tokens. Do not forget those that "
+                "came together with the first"
+            )
+        if not math.isclose(sum(got), times[-1] - times[0], abs_tol=1e-9):
+            raise Wrong(
+                f"{what} the gaps do not add up to the time from the first chunk to the last"
+            )
+        right = _by_token(times, tokens)
+        if not all(map(_near, got, right)):
+            raise Wrong(f"{what} the gap before a chunk is shared evenly by the tokens in it")
+    return (
+        "The mean over a request is its TPOT, whatever the chunks. For what a user sees, keep the "
+        "gaps between chunks too: sharing a pause among four tokens makes it look short."
+    )
+
+
+def _per_chunk(times: list[float], tokens: list[int]) -> list[float]:
+    return [after - before for before, after in pairwise(times)]
+
+
+def _without_the_first(times: list[float], tokens: list[int]) -> list[float]:
+    return _by_token(times, [1, *tokens[1:]])
+
+
+def _burst(times: list[float], tokens: list[int]) -> list[float]:
+    gaps = [0.0] * (tokens[0] - 1)
+    for before, after, count in zip(times, times[1:], tokens[1:], strict=False):
+        gaps += [after - before] + [0.0] * (count - 1)
+    return gaps
+
+
+def _by_the_chunk_before(times: list[float], tokens: list[int]) -> list[float]:
+    gaps = [0.0] * (tokens[-1] - 1)
+    for before, after, count in zip(times, times[1:], tokens[:-1], strict=False):
+        gaps += [(after - before) / count] * count
+    return gaps
+
+
+def _mean_of_all(times: list[float], tokens: list[int]) -> list[float]:
+    total = sum(tokens) - 1
+    return [(times[-1] - times[0]) / total] * total if total else []
+
+
+# 05.4 -----------------------------------------------------------------------
+
+_BEYOND = 10
+_NEEDED = {50: 20, 90: 100, 99: 1000, 99.9: 10_000}
+
+
+def _check_needed(answer: Any) -> str:
+    got = _keyed(answer, tuple(_NEEDED))
+    if got == _NEEDED:
+        return (
+            "A P99 with fewer than a thousand requests behind it is hearsay. Most public "
+            "comparisons print one from two hundred."
+        )
+    if all(_near(got[p], _NEEDED[p] / _BEYOND) for p in _NEEDED):
+        raise Wrong("that leaves one request beyond each percentile: ten are asked for")
+    if got[50] == 10:
+        raise Wrong("50: of ten requests, how many lie above the median?")
+    if got[99.9] == 1000 and got[99] == 1000:
+        raise Wrong("99.9: one of a thousand lies beyond it")
+    bad = next(p for p in _NEEDED if got[p] != _NEEDED[p])
+    raise Wrong(f"{bad}: which share of the requests lies beyond it? Ten have to")
+
+
+# 05.5 -----------------------------------------------------------------------
+
+_TABLE = ((2400, 0), (160, 128), (160, 128), (160, 128), (96, 0), (2400, 1984))
+_RATES = {
+    "of tokens": sum(c for _, c in _TABLE) / sum(p for p, _ in _TABLE),
+    "mean of ratios": sum(c / p for p, c in _TABLE) / len(_TABLE),
+    "requests with a hit": sum(c > 0 for _, c in _TABLE) / len(_TABLE),
+    "saved by a perfect cache": 0.0,
+}
+# A prompt's last token is always computed, and whole blocks of 32 count.
+_BEST = sum((p - 1) // 32 * 32 for p, _ in _TABLE)
+_RATES["saved by a perfect cache"] = _BEST / sum(p for p, _ in _TABLE)
+
+
+def _check_rates(answer: Any) -> str:
+    got = _keyed(answer, tuple(_RATES))
+    wrong = [name for name in _RATES if not math.isclose(got[name], _RATES[name], abs_tol=6e-4)]
+    if not wrong:
+        return (
+            "44%, 54% and 67%, from one run. Only the first says how much prefill was saved: "
+            "whoever prints a hit rate without its denominator may have meant any of them."
+        )
+    if all(math.isclose(got[n], 100 * _RATES[n], abs_tol=0.06) for n in _RATES):
+        raise Wrong("as shares between 0 and 1, not in percent")
+    if math.isclose(got["of tokens"], _RATES["mean of ratios"], abs_tol=6e-4):
+        raise Wrong("of tokens: a short prompt counts less here than a long one")
+    if "saved by a perfect cache" in wrong:
+        if math.isclose(got["saved by a perfect cache"], 1, abs_tol=1e-6):
+            raise Wrong(
+                "a perfect cache: also of a prompt that is all there, the last token is computed, "
+                "and a cache holds whole blocks"
+            )
+        if len(wrong) == 1:
+            raise Wrong("a perfect cache: for each prompt, whole blocks of 32 in all but one token")
+    raise Wrong(f"{wrong[0]}: what is divided by what?")
+
+
+# 05.6 -----------------------------------------------------------------------
+
+Outcomes = list[dict[str, Any]]
+Good = Callable[[Outcomes, float, float], float]
+
+
+def _good(outcomes: Outcomes, ttft: float, tpot: float) -> float:
+    """Answers within both objectives, a second."""
+    good = 0
+    for one in outcomes:
+        if one["failed"] or one["ttft"] > ttft:
+            continue
+        good += one["tpot"] is None or one["tpot"] <= tpot
+    begin = min(one["due"] for one in outcomes)
+    return good / (max(one["ended"] for one in outcomes) - begin)
+
+
+def _runs() -> list[tuple[Outcomes, float, float]]:
+    rng = random.Random(6)
+    runs = []
+    for _ in range(40):
+        outcomes: Outcomes = []
+        for i in range(rng.randrange(3, 30)):
+            failed = rng.random() < 0.2
+            due = 2 + i * 0.3
+            outcomes.append(
+                {
+                    "due": due,
+                    "ended": due + rng.uniform(0.5, 9),
+                    "failed": failed,
+                    # What failed may have had a first token in time.
+                    "ttft": rng.choice([0.1, 0.5, 0.9, 1.0, 1.1, 3.0]),
+                    "tpot": rng.choice([None, 0.01, 0.05, 0.06, 0.5]),
+                }
+            )
+        runs.append((outcomes, 1.0, 0.05))
+    return runs
+
+
+def _check_good(answer: Any) -> str:
+    for outcomes, ttft, tpot in _runs():
+        given = answer([dict(one) for one in outcomes], ttft, tpot)
+        got = number(given, "the goodput")
+        right = _good(outcomes, ttft, tpot)
+        if _near(got, right):
+            continue
+        for name, flaw in _FLAWS_OF_GOODPUT.items():
+            if _near(got, flaw(outcomes, ttft, tpot)):
+                raise Wrong(_SAID_OF_GOODPUT[name])
+        raise Wrong(
+            f"for {len(outcomes)} requests it gives {got:.3f} a second. Count the good ones, then "
+            "divide by the seconds from the first request that was due to the last that ended"
+        )
+    return (
+        "Throughput counts every token that leaves the machine, also those nobody waited for. "
+        "Goodput counts answers that were of use, and what failed was not."
+    )
+
+
+def _failed_count(outcomes: Outcomes, ttft: float, tpot: float) -> float:
+    return _good([one | {"failed": False} for one in outcomes], ttft, tpot)
+
+
+def _either(outcomes: Outcomes, ttft: float, tpot: float) -> float:
+    good = sum(
+        not one["failed"] and (one["ttft"] <= ttft or (one["tpot"] or 0) <= tpot)
+        for one in outcomes
+    )
+    return good / (max(o["ended"] for o in outcomes) - min(o["due"] for o in outcomes))
+
+
+def _single_tokens_miss(outcomes: Outcomes, ttft: float, tpot: float) -> float:
+    return _good(
+        [one | {"tpot": math.inf if one["tpot"] is None else one["tpot"]} for one in outcomes],
+        ttft,
+        tpot,
+    )
+
+
+def _as_share(outcomes: Outcomes, ttft: float, tpot: float) -> float:
+    span = max(o["ended"] for o in outcomes) - min(o["due"] for o in outcomes)
+    return _good(outcomes, ttft, tpot) * span / len(outcomes)
+
+
+def _until_the_last_was_due(outcomes: Outcomes, ttft: float, tpot: float) -> float:
+    span = max(o["ended"] for o in outcomes) - min(o["due"] for o in outcomes)
+    due = [o["due"] for o in outcomes]
+    return _good(outcomes, ttft, tpot) * span / (max(due) - min(due))
+
+
+def _from_zero(outcomes: Outcomes, ttft: float, tpot: float) -> float:
+    span = max(o["ended"] for o in outcomes) - min(o["due"] for o in outcomes)
+    return _good(outcomes, ttft, tpot) * span / max(o["ended"] for o in outcomes)
+
+
+def _strictly(outcomes: Outcomes, ttft: float, tpot: float) -> float:
+    return _good(outcomes, ttft - 1e-9, tpot - 1e-9)
+
+
+_FLAWS_OF_GOODPUT: dict[str, Good] = {
+    "failed": _failed_count,
+    "either": _either,
+    "single": _single_tokens_miss,
+    "share": _as_share,
+    "due": _until_the_last_was_due,
+    "zero": _from_zero,
+    "strict": _strictly,
+}
+_SAID_OF_GOODPUT = {
+    "failed": "it counts answers that broke off: a request that failed meets no objective",
+    "either": "an answer has to meet both objectives, and not one of them",
+    "single": "an answer of one token has no TPOT (None), and cannot have missed it",
+    "share": "that is a share of the requests; goodput is a rate, answers a second",
+    "due": "the run is not over when the last request is due: when does the last one end?",
+    "zero": "the clock of the run starts when its first request is due",
+    "strict": "an answer that takes exactly as long as it may has kept the objective",
+}
+
+
+# 05.7 -----------------------------------------------------------------------
+
+_AA_KEYS = ("first", "same seed", "same seed, after a reset", "another seed")
+_AA_PROMPTS, _AA_LENGTH, _AA_BLOCK = 16, 300, 32
+_AA_HIT = _AA_PROMPTS * ((_AA_LENGTH - 1) // _AA_BLOCK * _AA_BLOCK)
+
+
+def _check_a_against_a(answer: Any) -> str:
+    got = _keyed(answer, _AA_KEYS)
+    right = dict(zip(_AA_KEYS, (0, _AA_HIT, 0, 0), strict=True))
+    if got == right:
+        return (
+            f"{_AA_HIT:,} of {_AA_PROMPTS * _AA_LENGTH:,} prompt tokens for nothing: the second "
+            "run of A beat the first by 96%. Had it been called B, it would have been a result."
+        )
+    if got["same seed"] == 0:
+        raise Wrong("same seed: run it on the engine that has just seen these prompts")
+    if got["same seed"] == _AA_PROMPTS * _AA_LENGTH:
+        raise Wrong("same seed: ask the engine (`cached_tokens`), it never reuses a whole prompt")
+    if got["first"] != 0:
+        raise Wrong("first: on an engine that was just started, or reset")
+    if got["same seed, after a reset"] != 0:
+        raise Wrong("same seed, after a reset: llm.reset_prefix_cache() first")
+    if got["another seed"] != 0:
+        raise Wrong("another seed: draw the prompts anew, with another seed than before")
+    raise Wrong("same seed: the sum of `cached_tokens` over all outputs of that run")
+
+
+# 05.8 -----------------------------------------------------------------------
+
+Interval = Callable[[list[list[float]], float, Any], tuple[float, float]]
+
+
+def _interval(by_request: list[list[float]], percent: float, rng: Any) -> tuple[float, float]:
+    drawn = []
+    for _ in range(300):
+        chosen = rng.integers(len(by_request), size=len(by_request))
+        drawn.append(np.percentile(np.concatenate([by_request[i] for i in chosen]), percent))
+    low, high = np.percentile(drawn, (2.5, 97.5))
+    return float(low), float(high)
+
+
+def _slow_and_fast() -> list[list[float]]:
+    """40 answers of 50 gaps each: each answer is slow or fast as a whole."""
+    rng = np.random.default_rng(8)
+    return [(speed * rng.uniform(0.95, 1.05, 50)).tolist() for speed in rng.exponential(1, 40)]
+
+
+def _check_interval(answer: Any) -> str:
+    requests = _slow_and_fast()
+    pair = answer([list(one) for one in requests], 50, np.random.default_rng(1))
+    if pair is None:
+        raise Wrong("it gives None: is a `return` missing?")
+    if not isinstance(pair, Sequence | np.ndarray) or len(pair) != 2:
+        raise Wrong("it should give two numbers: the low and the high end")
+    low, high = number(pair[0], "the low end"), number(pair[1], "the high end")
+    if not low < high:
+        raise Wrong("the low end comes first, and below the high one")
+    right_low, right_high = _interval(requests, 50, np.random.default_rng(1))
+    width, wanted = high - low, right_high - right_low
+    every = np.concatenate(requests)
+    if not low < float(np.percentile(every, 50)) < high:
+        raise Wrong("the median of all gaps does not lie in it: which percentile did you take?")
+    if width < wanted / 2.5:
+        raise Wrong(
+            "it is much too narrow: as if the 2,000 gaps were independent. The gaps of one answer "
+            "are not: what has to be drawn?"
+        )
+    if width > wanted * 2:
+        raise Wrong(
+            "it is much too wide: that is about the spread of the values, or the whole range of "
+            "the draws. 95% of the draws' percentiles are wanted"
+        )
+    if not (abs(low - right_low) < wanted / 2 and abs(high - right_high) < wanted / 2):
+        raise Wrong("2.5% of the draws lie below the low end and 2.5% above the high one")
+    few = answer([[1.0], [2.0, 3.0], [10.0]], 90, np.random.default_rng(2))
+    if not 1 <= number(few[0], "the low end") <= number(few[1], "the high end") <= 10:
+        raise Wrong("answers may have different numbers of gaps")
+    return (
+        "Draw what is independent. For the gaps of a stream those are the requests, and for "
+        "requests of one user perhaps not even these."
+    )
+
+
+def _draw_gaps(by_request: list[list[float]], percent: float, rng: Any) -> tuple[float, float]:
+    return _interval([[v] for one in by_request for v in one], percent, rng)
+
+
+def _spread(by_request: list[list[float]], percent: float, rng: Any) -> tuple[float, float]:
+    low, high = np.percentile(np.concatenate(by_request), (2.5, 97.5))
+    return float(low), float(high)
+
+
+def _means(by_request: list[list[float]], percent: float, rng: Any) -> tuple[float, float]:
+    drawn = [
+        np.mean(np.concatenate([by_request[i] for i in rng.integers(40, size=40)]))
+        for _ in range(300)
+    ]
+    low, high = np.percentile(drawn, (2.5, 97.5))
+    return float(low), float(high)
+
+
+def _swapped(by_request: list[list[float]], percent: float, rng: Any) -> tuple[float, float]:
+    return _interval(by_request, percent, rng)[::-1]
+
+
+def _without_replacement(
+    by_request: list[list[float]], percent: float, rng: Any
+) -> tuple[float, float]:
+    drawn = [
+        np.percentile(np.concatenate([by_request[i] for i in rng.permutation(len(by_request))]), 50)
+        for _ in range(100)
+    ]
+    return float(min(drawn)), float(max(drawn))
+
+
+# 05.9 -----------------------------------------------------------------------
+
+_CLAIMS = {"E": "none", "seed": "none", "tail": "median", "tree": "workload", "peak": "capacity"}
+_WHY_NOT = {
+    "E": "E had twice the hardware of D. What is left of its gain on equal hardware?",
+    "seed": "what had the second cell's server seen before?",
+    "tail": "how many of 200 requests lie beyond the P99? And beyond the median?",
+    "tree": "one family of workloads, one length that is shared: does it carry over to others?",
+    "peak": "which limit on latency did the batch of 512 keep?",
+}
+
+
+def _check_claims(answer: Any) -> str:
+    if not isinstance(answer, Mapping) or set(answer) != set(_CLAIMS):
+        raise Wrong(f"keep the keys: {', '.join(map(repr, _CLAIMS))}")
+    letters = {"none", "median", "workload", "capacity", "better"}
+    for name, claim in answer.items():
+        if claim not in letters:
+            raise Wrong(f"{name}: one of {', '.join(sorted(letters))}")
+    wrong = [name for name in _CLAIMS if answer[name] != _CLAIMS[name]]
+    if wrong:
+        more = f" ({len(wrong)} of five are not right yet.)" if len(wrong) > 1 else ""
+        raise Wrong(f"{wrong[0]}: {_WHY_NOT[wrong[0]]}{more}")
+    return (
+        "Four of the five are published often. An experiment allows the claim that its conditions "
+        "hold still, and no other."
+    )
+
+
+# 05.10 ----------------------------------------------------------------------
+
+_MISTAKES = {2, 5, 7, 9}
+
+
+def _check_report(answer: Any) -> str:
+    if isinstance(answer, Mapping):
+        raise Wrong("the numbers of the sentences, in a set or a list: {1, 2}")
+    try:
+        given = [number(value, "a sentence's number") for value in answer]
+    except TypeError:
+        raise Wrong("the numbers of the sentences, in a set or a list: {1, 2}") from None
+    got = set(given)
+    if not got <= set(range(1, 11)):
+        raise Wrong("the sentences are numbered from 1 to 10")
+    if len(got) != len(_MISTAKES):
+        raise Wrong(f"four sentences are wrong, and you name {len(got)}")
+    found = len(got & _MISTAKES)
+    if found < len(_MISTAKES):
+        raise Wrong(
+            f"{found} of the four are among them. Ask of each sentence: which clock, which "
+            "denominator, how many requests, and what else was different?"
+        )
+    return (
+        "2: a closed loop has no rate that it was asked for. 5: the P99 of 150 hangs on two. 7: "
+        "the warm-up used the measured prompts. 9: failed requests were left out: the "
+        "slowest of all."
+    )
+
+
+EXERCISES = (
+    Exercise(
+        id="05.1",
+        title="Four figures of one request",
+        minutes=6,
+        difficulty=1,
+        kind="predict",
+        roles=("backend", "kernel", "storage", "platform", "solutions"),
+        check=_check_one_request,
+        hints=(
+            "Four moments matter: due, sent, first token, last token.",
+            "TTFT and end to end start at the same moment, and it is not when the client got round "
+            "to sending.",
+            "TPOT: from the first token to the last one. Seven tokens: how many gaps?",
+        ),
+        wrong=(
+            ({"lateness": 0.3, "TTFT": 1.2, "TPOT": 1 / 6, "end to end": 2.2}, "TTFT"),
+            ({"lateness": 0.3, "TTFT": 1.5, "TPOT": 1 / 7, "end to end": 2.5}, "TPOT"),
+            ({"lateness": 0.3, "TTFT": 1.5, "TPOT": 0.5, "end to end": 2.5}, "per chunk"),
+            ({"lateness": 0.3, "TTFT": 1.5, "TPOT": 2.5 / 7, "end to end": 2.5}, "first token"),
+            ({"lateness": 0, "TTFT": 1.5, "TPOT": 1 / 6, "end to end": 2.5}, "lateness"),
+            ({"lateness": 0.3, "TTFT": 1.5, "TPOT": 1 / 6, "end to end": 2.2}, "end to end"),
+            ({"TTFT": 1.5}, "keep the keys"),
+        ),
+        right=({"lateness": 0.30000001, "TTFT": 1.5, "TPOT": 0.1666666, "end to end": 2.5},),
+    ),
+    Exercise(
+        id="05.2",
+        title="Two seconds of silence",
+        minutes=10,
+        difficulty=2,
+        kind="predict",
+        roles=("backend", "platform", "solutions"),
+        check=_check_loops,
+        hints=(
+            "Closed: one user. While the server stands still, how many has this user sent?",
+            "Open: one is due every 0.1 s, whatever happens. The first that is hit is due at 3.0. "
+            "At 5.0 all of those are served, 10 ms each.",
+            "Open, the end: how long does the one wait that is due at 4.9? And one that is due at "
+            "5.0, with twenty before it? And the next?",
+        ),
+        wrong=(
+            ({"closed": 1, "open": 1}, "whatever the server does"),
+            ({"closed": 20, "open": 21}, "closed"),
+            ({"closed": 1, "open": 20}, "piled up"),
+            ({"closed": 0, "open": 22}, "somebody was waiting"),
+            ({"closed": 1, "open": 100}, "first and the last"),
+            ({"closed": 1}, "keep the keys"),
+        ),
+    ),
+    Exercise(
+        id="05.3",
+        title="Gaps between tokens, from chunks",
+        minutes=12,
+        difficulty=2,
+        kind="build",
+        roles=("backend", "kernel", "platform"),
+        check=_check_gaps,
+        hints=(
+            "Seven tokens have six gaps, however they were packed.",
+            "The first chunk's further tokens came with its first token: what is the gap between "
+            "two things that come together?",
+            "Each later chunk: the time since the chunk before, divided by its tokens, once for "
+            "each of them.",
+        ),
+        wrong=(
+            (_per_chunk, "one gap for each chunk"),
+            (_without_the_first, "together with the first"),
+            (_burst, "shared evenly"),
+            (_by_the_chunk_before, "shared evenly"),
+            (_mean_of_all, "shared evenly"),
+            (lambda times, tokens: None, "return"),
+            (lambda times, tokens: [times[0], *_by_token(times, tokens)], "there are fewer"),
+        ),
+    ),
+    Exercise(
+        id="05.4",
+        title="How many requests a percentile needs",
+        minutes=5,
+        difficulty=1,
+        kind="predict",
+        roles=("backend", "platform", "solutions"),
+        check=_check_needed,
+        hints=(
+            "Beyond the P90 lies one request of ten.",
+            "How many requests are needed so that ten of them are that tenth?",
+        ),
+        wrong=(
+            ({50: 2, 90: 10, 99: 100, 99.9: 1000}, "one request beyond"),
+            ({50: 10, 90: 100, 99: 1000, 99.9: 10_000}, "above the median"),
+            ({50: 20, 90: 100, 99: 1000, 99.9: 1000}, "one of a thousand"),
+            ({50: 20, 90: 90, 99: 1000, 99.9: 10_000}, "90"),
+            ({50: 20}, "keep the keys"),
+        ),
+    ),
+    Exercise(
+        id="05.5",
+        title="One run, three hit rates",
+        minutes=10,
+        difficulty=1,
+        kind="predict",
+        roles=("backend", "storage", "platform", "solutions"),
+        check=_check_rates,
+        hints=(
+            "Of tokens: all cached ones, divided by all prompt tokens.",
+            "Mean of ratios: a ratio for each request first, then their mean.",
+            "A perfect cache has seen every prompt before. Of 160 tokens it gives the whole blocks "
+            "of 32 in the first 159.",
+        ),
+        wrong=(
+            (
+                {n: _RATES["mean of ratios"] if n == "of tokens" else v for n, v in _RATES.items()},
+                "counts less",
+            ),
+            ({n: 100 * v for n, v in _RATES.items()}, "not in percent"),
+            (_RATES | {"saved by a perfect cache": 1.0}, "last token"),
+            (_RATES | {"saved by a perfect cache": _RATES["of tokens"]}, "whole blocks of 32"),
+            (_RATES | {"requests with a hit": 1 / 3}, "requests with a hit"),
+            ({"of tokens": 0.4}, "keep the keys"),
+        ),
+        right=({n: round(v, 3) for n, v in _RATES.items()},),
+    ),
+    Exercise(
+        id="05.6",
+        title="Goodput",
+        minutes=15,
+        difficulty=2,
+        kind="build",
+        roles=("backend", "platform", "solutions"),
+        check=_check_good,
+        hints=(
+            "Go through the outcomes and count those that did not fail and kept both limits.",
+            "One token has no TPOT; exactly at the limit is within it.",
+            "A rate: divided by the seconds from the first `due` to the last `ended`, failed ones "
+            "included.",
+        ),
+        wrong=tuple((flaw, _SAID_OF_GOODPUT[name][:30]) for name, flaw in _FLAWS_OF_GOODPUT.items())
+        + ((lambda outcomes, ttft, tpot: None, "return"),),
+    ),
+    Exercise(
+        id="05.7",
+        title="A against A",
+        minutes=12,
+        difficulty=2,
+        kind="measure",
+        roles=("backend", "storage", "platform", "solutions"),
+        check=_check_a_against_a,
+        hints=(
+            "Each output of llm.generate has `cached_tokens`.",
+            "Same engine, same prompts, a second time; then llm.reset_prefix_cache() and a third "
+            "time; then prompts from another seed.",
+        ),
+        wrong=(
+            (dict(zip(_AA_KEYS, (0, 0, 0, 0), strict=True)), "just seen"),
+            (
+                dict(zip(_AA_KEYS, (0, _AA_PROMPTS * _AA_LENGTH, 0, 0), strict=True)),
+                "never reuses",
+            ),
+            (dict(zip(_AA_KEYS, (_AA_HIT, _AA_HIT, 0, 0), strict=True)), "just started"),
+            (dict(zip(_AA_KEYS, (0, _AA_HIT, _AA_HIT, 0), strict=True)), "reset_prefix_cache"),
+            (dict(zip(_AA_KEYS, (0, _AA_HIT, 0, _AA_HIT), strict=True)), "another seed"),
+            (dict(zip(_AA_KEYS, (0, _AA_HIT // 16, 0, 0), strict=True)), "sum"),
+        ),
+    ),
+    Exercise(
+        id="05.8",
+        title="An interval that does not promise too much",
+        minutes=15,
+        difficulty=3,
+        kind="build",
+        roles=("kernel", "platform"),
+        check=_check_interval,
+        hints=(
+            "Bootstrap: draw as many things as there are, with replacement; take the percentile of "
+            "all their values; do it some hundred times; the middle 95% of what you got is the "
+            "interval.",
+            "The things to draw: a slow answer has fifty slow gaps.",
+            "rng.integers(n, size=n) draws n numbers below n, with replacement.",
+        ),
+        wrong=(
+            (_draw_gaps, "too narrow"),
+            (_spread, "too wide"),
+            (_means, "median of all gaps"),
+            (_swapped, "comes first"),
+            (_without_replacement, "below the high one"),
+            (lambda by_request, percent, rng: None, "return"),
+            (lambda by_request, percent, rng: 1.0, "two numbers"),
+        ),
+        after=("05.4",),
+    ),
+    Exercise(
+        id="05.9",
+        title="Which claim is allowed",
+        minutes=12,
+        difficulty=3,
+        kind="explain",
+        roles=("backend", "kernel", "storage", "platform", "solutions"),
+        check=_check_claims,
+        hints=(
+            "Ask of each: what was different besides the thing that is named?",
+            "If the answer is hardware, or what the cache had seen, no claim is left.",
+            "Two of them allow a smaller claim than the one that is made.",
+        ),
+        wrong=(
+            (dict.fromkeys(_CLAIMS, "better"), "E"),
+            (dict.fromkeys(_CLAIMS, "none"), "tail"),
+            (_CLAIMS | {"tail": "none"}, "beyond the median"),
+            (_CLAIMS | {"tree": "better"}, "carry over"),
+            (_CLAIMS | {"peak": "better"}, "which limit"),
+            (_CLAIMS | {"seed": "workload"}, "seen before"),
+            (_CLAIMS | {"E": "fast"}, "one of"),
+        ),
+    ),
+    Exercise(
+        id="05.10",
+        title="A report with four mistakes",
+        minutes=15,
+        difficulty=3,
+        kind="explain",
+        roles=("backend", "platform", "solutions"),
+        check=_check_report,
+        hints=(
+            "Which sentences name a figure? Ask of each: which clock, which denominator, how many "
+            "requests?",
+            "A closed loop: who decides how many requests come in a second?",
+            "What happened to the requests that do not appear in the table?",
+        ),
+        wrong=(
+            ({1, 2, 3, 4}, "1 of the four"),
+            ({2, 5, 7}, "you name 3"),
+            ({2, 5, 7, 8}, "3 of the four"),
+            ({2, 5, 9, 10}, "3 of the four"),
+            ([2, 5, 7, 11], "from 1 to 10"),
+            ({2: "closed loop"}, "in a set or a list"),
+        ),
+        right=([9, 7, 5, 2], (2, 5, 7, 9)),
+        after=("05.4",),
+    ),
+)
