@@ -196,10 +196,15 @@ def python(name: str) -> Path:
     """
     place = folder(name)
     if not is_whole(place):
+        trial_said = (
+            f" This checkout tries other versions: `kvlab engines try {name}` goes back."
+            if trial(name, device()).exists()
+            else ""
+        )
         raise EnvironmentMissing(
             f"There is no {HOLDS[name]} on this machine yet: {TITLES[name]} is missing in\n"
             f"{place.parent}. `.venv/bin/kvlab engines install {name}` in the checkout makes it "
-            f"({SIZES[name, device()][1]} GB)."
+            f"({SIZES[name, device()][1]} GB).{trial_said}"
         )
     return place / "bin" / "python"
 

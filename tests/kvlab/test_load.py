@@ -19,7 +19,9 @@ from engine_help import need
 
 from kvlab import environments, load, measure, models
 from kvlab import workloads as w
+from kvlab.engines import vllm
 from kvlab.engines.generating import GeneratingServer
+from kvlab.engines.process import TOKEN
 from kvlab.engines.protocol import Chunk
 from kvlab.engines.vllm import VLLM
 from kvlab.workloads import Request, Workload
@@ -192,37 +194,72 @@ def test_200_requests_a_second_leave_on_time(server: Known) -> None:
     assert run.outcomes[-1].sent == pytest.approx(times[-1], abs=2)
 
 
-def test_counts_and_medians_agree_with_vllm_bench_serve(server: Known, tmp_path: Path) -> None:
-    need("vllm")
-    file = tmp_path / "trace.jsonl"
+def trace(folder: Path, count: int, every: int) -> Path:
+    """A trace in Mooncake's form: `count` requests on a common beginning, one every so many ms."""
+    file = folder / "trace.jsonl"
     lines = [
         {
-            "timestamp": 50 * i,
+            "timestamp": every * i,
             "input_length": 600 + i,
             "output_length": 5 + i % 9,
             "hash_ids": [0, i + 1],
         }
-        for i in range(40)
+        for i in range(count)
     ]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run = send(server, w.from_trace(file))
+    return file
+
+
+def bench(engine: GeneratingServer, model: str, file: Path, count: int) -> dict[str, Any]:
+    """What `vllm bench serve` says of a trace."""
     python = environments.python("vllm")
     command = [
         *(str(python.with_name("vllm")), "bench", "serve", "--backend", "openai"),
-        *("--base-url", server.url, "--endpoint", "/v1/completions", "--model", "known"),
+        *("--base-url", engine.url, "--endpoint", "/v1/completions", "--model", model),
         *("--tokenizer", str(models.get("tiny-random")), "--dataset-name", "timed_trace"),
         *("--dataset-path", str(file), "--timed-trace-sec-multiplier", "0.001"),
-        *("--timed-trace-chunk-hash-size", "512", "--num-prompts", "40", "--save-result"),
-        *("--result-dir", str(tmp_path), "--result-filename", "theirs.json"),
+        *("--timed-trace-chunk-hash-size", "512", "--num-prompts", str(count), "--save-result"),
+        *("--result-dir", str(file.parent), "--result-filename", "theirs.json", "--ignore-eos"),
     ]
-    variables = environments.clean_variables("vllm", python) | {"TMPDIR": str(tmp_path)}
-    asked_vllm = subprocess.run(command, env=variables, capture_output=True, text=True)
-    assert asked_vllm.returncode == 0, asked_vllm.stderr[-2000:]
-    theirs = json.loads((tmp_path / "theirs.json").read_text())
-    ours = measure.summary(run)
+    variables = environments.clean_variables("vllm", python)
+    variables |= {"TMPDIR": str(file.parent), "OPENAI_API_KEY": TOKEN}
+    run = subprocess.run(command, env=variables, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    found: dict[str, Any] = json.loads((file.parent / "theirs.json").read_text())
+    return found
+
+
+MEDIANS = {"TTFT": "median_ttft_ms", "TPOT": "median_tpot_ms"}
+
+
+def test_counts_and_medians_agree_with_vllm_bench_serve(server: Known, tmp_path: Path) -> None:
+    need("vllm")
+    file = trace(tmp_path, 40, every=50)
+    ours = measure.summary(send(server, w.from_trace(file)))
+    theirs = bench(server, "known", file, 40)
     assert theirs["completed"] == ours["answered"] == 40
     assert theirs["total_output_tokens"] == ours["output_tokens"]
-    for name, key in (("TTFT", "median_ttft_ms"), ("TPOT", "median_tpot_ms")):
+    for name, key in MEDIANS.items():
         mine = ours["latencies_ms"][name]["p50"]["value"]
         print(f"\n{name}: ours {mine:.2f} ms, vllm bench serve {theirs[key]:.2f} ms")
         assert mine == pytest.approx(theirs[key], abs=10)
+
+
+def test_a_real_engine_beside_vllm_bench_serve(warm: Any, tmp_path: Path) -> None:
+    """Counts are compared. Times are not: they are printed as ratios, measured alternating."""
+    need("vllm")
+    engine = warm(vllm, "tiny-random")
+    file = trace(tmp_path, 30, every=150)
+    load.send(engine, w.from_trace(file, seed=1))  # a warm-up with other tokens
+    ratios: dict[str, list[float]] = {name: [] for name in MEDIANS}
+    for round_ in range(2):
+        ours = measure.summary(load.send(engine, w.from_trace(file, seed=2 + round_)))
+        theirs = bench(engine, "tiny-random", file, 30)
+        assert theirs["completed"] == ours["answered"] == 30
+        assert theirs["total_output_tokens"] == ours["output_tokens"]
+        assert theirs["total_input_tokens"] == ours["prompt_tokens"]
+        for name, key in MEDIANS.items():
+            ratios[name].append(ours["latencies_ms"][name]["p50"]["value"] / theirs[key])
+    for name, found in ratios.items():
+        told = ", ".join(f"{ratio:.2f}" for ratio in found)
+        print(f"\n{name} on vLLM, ours to vllm bench serve: {told}")

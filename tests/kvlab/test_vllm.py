@@ -347,8 +347,6 @@ time.sleep(60)
 
 @pytest.mark.parametrize("when", ["while it starts", "while it streams"])
 def test_a_killed_starter_leaves_nothing_of_vllm(when: str) -> None:
-    folders = models.cache() / "tmp"
-    before = set(folders.glob("*"))
     starter = subprocess.Popen(
         [sys.executable, "-c", STARTER],
         env={**os.environ, "PYTHONPATH": str(ROOT / "shared")},
@@ -364,11 +362,13 @@ def test_a_killed_starter_leaves_nothing_of_vllm(when: str) -> None:
             # API server, engine core, worker: each exists some seconds before vLLM is ready.
             assert within(300, lambda: len(names(starter.pid)) >= 5), names(starter.pid)
             tree = psutil.Process(starter.pid).children(recursive=True)
+            (run,) = {process.environ().get(supervisor.MARK) for process in tree} - {None}
+            folder = models.cache() / "tmp" / str(run)
+            assert folder.exists()
         finally:
             starter.kill()
     assert within(60, lambda: not any(map(runs, tree))), [p for p in tree if runs(p)]
-    # Another engine of this user may come and go meanwhile: its folder goes too.
-    assert within(90, lambda: set(folders.glob("*")) <= before)
+    assert within(60, lambda: not folder.exists())
     if port:
         with socket.socket() as probe:
             assert probe.connect_ex(("127.0.0.1", port)) != 0

@@ -92,7 +92,8 @@ class GeneratingServer(Server):
         max_tokens (16): new tokens at most. temperature (0): 0 is greedy. top_p (1). seed (None).
         stop (()): strings; the text ends before the first that appears. ignore_eos (False): go on
         after the end token. cache_salt (None): requests with the same one share cached KV, with
-        different ones they do not. An engine may have more: see its `body`.
+        different ones they do not. logprobs (True): give log-probabilities, which take time to
+        compute. An engine may have more: see its `body`.
         """
         return complete(prompt, lambda one: self.completion(self.ask(self.body(one, **options))))
 

@@ -283,9 +283,9 @@ class Run:
         return f"exit status {code}"
 
 
-TOKEN = secrets.token_urlsafe(24)
+TOKEN = secrets.token_hex(24)
 """What this process's servers ask of whoever wants more than a look; one for all, so that a router
-can speak with its replicas."""
+can speak with its replicas. In hex, for it may not begin with "-" on a command line."""
 
 
 class System:

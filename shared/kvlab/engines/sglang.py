@@ -82,6 +82,7 @@ class Native(GeneratingServer):
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
         cache_salt: str | None = None,
+        logprobs: bool = True,
     ) -> dict[str, Any]:
         """A request to /generate. Raises EngineError for what is no request."""
         if seed is not None:  # it would be taken, and make no difference
@@ -96,7 +97,7 @@ class Native(GeneratingServer):
             "stop": [stop] if isinstance(stop, str) else list(stop),
             "ignore_eos": ignore_eos,
         }
-        body: dict[str, Any] = {"sampling_params": sampling, "return_logprob": True}
+        body: dict[str, Any] = {"sampling_params": sampling, "return_logprob": logprobs}
         if isinstance(prompt, str):
             body["text"] = prompt
         else:
@@ -131,9 +132,9 @@ class Native(GeneratingServer):
 
 
 def _tokens(answer: dict[str, Any]) -> tuple[list[int], list[float]]:
-    """Ids and log-probabilities of the new tokens: [[logprob, id, text or None], ...]."""
-    pairs = answer["meta_info"].get("output_token_logprobs") or []
-    return [pair[1] for pair in pairs], [pair[0] for pair in pairs]
+    """Ids and log-probabilities of the new tokens; the latter come as [logprob, id, text]."""
+    triples = answer["meta_info"].get("output_token_logprobs") or []
+    return answer["output_ids"], [triple[0] for triple in triples]
 
 
 def start(
@@ -297,7 +298,7 @@ class SGLang(Native):
 
     def _environment(self, folder: Path) -> dict[str, str]:
         # In a file that only this user can read: everybody sees a command line.
-        (folder / _SETTINGS).write_text(f"api-key: {TOKEN}\n")
+        (folder / _SETTINGS).write_text(f'api-key: "{TOKEN}"\n')
         env = super()._environment(folder) | {
             "SGLANG_HOST_IP": "127.0.0.1",  # for the sockets between its processes
             # Else torch opens a port for its process group, on all interfaces.

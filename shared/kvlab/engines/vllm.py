@@ -328,6 +328,7 @@ class VLLM(GeneratingServer):
         stop: Sequence[str] = (),
         ignore_eos: bool = False,
         cache_salt: str | None = None,
+        logprobs: bool = True,
         priority: int = 0,
     ) -> dict[str, Any]:
         """A request to /v1/completions. Raises EngineError for what is no request.
@@ -354,9 +355,10 @@ class VLLM(GeneratingServer):
             "stop": [stop] if isinstance(stop, str) else list(stop),
             "ignore_eos": ignore_eos,
             "priority": priority,
-            "logprobs": 0,  # of the sampled token alone
             "return_token_ids": True,
         }
+        if logprobs:
+            body["logprobs"] = 0  # of the sampled token alone
         if seed is not None:
             body["seed"] = seed
         if cache_salt is not None:
