@@ -74,7 +74,8 @@ def _record_setup() -> None:
 def _announced(which: int, device: str) -> int:
     from kvlab import environments
 
-    sizes = [size for (_, where), size in environments.SIZES.items() if where == device]
+    # What `kvlab setup` installs: see setup.complete.
+    sizes = [environments.SIZES[name, device] for name in ("notebook", "vllm")]
     return round(sum(size[which] for size in sizes) + 0.1)  # and the model
 
 
@@ -229,6 +230,7 @@ def look(
     seen = systems.run(names or [])
     if record:
         systems.record(seen)
+    raise typer.Exit(len(seen) != len(names or systems.SYSTEMS))
 
 
 @app.command("test-python")
@@ -361,7 +363,10 @@ def clean(
     """Remove .venv and leftovers in the checkout, or the cache folder."""
     from kvlab import clean
 
-    clean.cache_folder() if cache else clean.checkout()
+    if cache:
+        clean.cache_folder()
+    else:
+        clean.checkout()
 
 
 def main() -> None:

@@ -233,6 +233,9 @@ def clean_variables(name: str, python: Path) -> dict[str, str]:
         "CUDA_CACHE_PATH": str(home / "cuda"),
         "FLASHINFER_WORKSPACE_BASE": str(home),
         "HF_HUB_OFFLINE": "1",
+        # Engines speak with one another on loopback, some by libraries that heed a proxy.
+        "NO_PROXY": "127.0.0.1,localhost",
+        "no_proxy": "127.0.0.1,localhost",
         "DO_NOT_TRACK": "1",
         # Engines rename their processes, and the library for that would write the new name over
         # the environment in /proc, where kvlab.supervisor.marked looks.

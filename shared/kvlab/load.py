@@ -90,12 +90,14 @@ def send(
     workload: Workload,
     *,
     timeout: float = 120,
+    block_size: int = 32,
     **options: Any,
 ) -> Run:
     """Send a workload and gather what came back.
 
-    timeout: seconds after which a request counts as failed, from when it was sent. options: as for
-    the engine's generate(); each request asks for its own max_tokens and goes on to that length.
+    timeout: seconds after which a request counts as failed, from when it was sent. block_size: of
+    the unlimited cache in the manifest; the engine's own, to compare it with. options: as for the
+    engine's generate(); each request asks for its own max_tokens and goes on to that length.
     Raises EngineError if a request cannot be written at all; nothing was sent then.
     """
     # Log-probabilities nobody asks for in production, and they cost time in every step.
@@ -119,7 +121,7 @@ def send(
     if sending.error is not None:
         raise sending.error
     outcomes = [_read(target, raw) for raw in sorted(sending.raw, key=lambda raw: raw[0].index)]
-    return Run(outcomes, len(wires), workload.manifest(), sending.zero)
+    return Run(outcomes, len(wires), workload.manifest(block_size), sending.zero)
 
 
 Raw = tuple[Outcome, list[tuple[float, bytes]]]

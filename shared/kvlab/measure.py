@@ -17,13 +17,13 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
-from kvlab import environments, report, systems
+from kvlab import report
 from kvlab.engines.generating import GeneratingServer
 from kvlab.load import Outcome, Run
 
@@ -96,13 +96,14 @@ class Estimate:
     value: float
     low: float
     high: float
-    """95% of the values that one gets from the same requests, drawn anew with replacement"""
+    """between these lie 95% of what one gets from the same requests, drawn anew: see percentile"""
     count: int
     """of requests behind it"""
 
     @property
     def carries(self) -> bool:
-        """Whether at least ten requests lie beyond it. The P99 of 200 requests hangs on two."""
+        """Whether ten requests or more are expected beyond it. The P99 of 200 hangs on two. (Of
+        gaps more lie beyond, but of how many requests are they?)"""
         return self.count * (1 - self.percent / 100) >= 10 - 1e-9
 
     def __str__(self) -> str:
@@ -116,7 +117,9 @@ def percentile(
     """A percentile of all values, with an interval from the bootstrap. None without a value.
 
     Requests are drawn, not values. Avoids: the gaps of one answer taken for independent, which
-    makes an interval look ten times as narrow as it is.
+    makes an interval look ten times as narrow as it is. It takes the *requests* for independent,
+    and in a queue neighbours are not: under load the truth lies outside far more often than one
+    time in twenty. Only more runs, with other seeds, say how much two runs differ.
     """
     groups = [np.asarray(values, dtype=float) for values in by_request if len(values)]
     if not groups:
@@ -237,10 +240,11 @@ class Hits:
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
-def hits(run: Run) -> Hits:
+def hits(outcomes: Iterable[Outcome]) -> Hits:
+    """Of one run's outcomes, or of several runs' together."""
     pairs = [
         (one.prompt_tokens, one.cached_tokens)
-        for one in run.outcomes
+        for one in outcomes
         if one.ok and one.prompt_tokens is not None and one.cached_tokens is not None
     ]
     return Hits(
@@ -331,7 +335,7 @@ def summary(run: Run, objectives: Objectives | None = None) -> dict[str, Any]:
                     "high": round(1000 * estimate.high, 3),
                     "carries": estimate.carries,
                 }
-    cached = hits(run)
+    cached = hits(run.outcomes)
     found["prompt_tokens"] = cached.prompt_tokens
     found["cached_tokens"] = cached.cached_tokens
     found["computed_tokens"] = cached.computed_tokens
@@ -349,9 +353,8 @@ def record(
     name: str, what: str, engine: GeneratingServer, run: Run, objectives: Objectives | None = None
 ) -> None:
     """Write results/<name>.json: the figures of a run, and all that they depend on."""
-    device = environments.device()
-    version = next(s.version(device) for s in systems.SYSTEMS if s.name == engine.name)
-    conditions = engine.conditions() | {"version": version, "workload": run.manifest}
+    # The pins name its version, and those of all that it imports.
+    conditions = engine.conditions() | {"environment": engine.pins, "workload": run.manifest}
     report.record(name, what, conditions, summary(run, objectives))
 
 

@@ -20,10 +20,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from kvlab import environments
 from kvlab.paths import ROOT, SetupError
 
 PAGES = ("README.md", "CONTRIBUTING.md")
-VERSIONS_OF = ("torch", "transformers", "jupyterlab", "nbval", "pytest", "uv")
+VERSIONS_OF = ("torch", "transformers")
+"""Of the notebook environment; an engine's are in the conditions of what was measured on it."""
 
 _QUOTE = re.compile(r"<!-- (results/[\w.-]+\.json) (\w+) -->.*?<!-- / -->", re.DOTALL)
 
@@ -32,6 +34,7 @@ def record(name: str, what: str, conditions: Mapping[str, Any], values: Mapping[
     """Write results/<name>.json, stamped with this host, the versions and the date."""
     import psutil
 
+    gpu = environments.gpu()
     path = ROOT / "results" / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     content = {
@@ -42,6 +45,7 @@ def record(name: str, what: str, conditions: Mapping[str, Any], values: Mapping[
             "cores": psutil.cpu_count(),
             "memory_gib": round(psutil.virtual_memory().total / 2**30),
             "system": f"{platform.system()} {platform.machine()}",
+            "gpu": None if isinstance(gpu, str) else gpu.name,
         },
         "versions": {
             "python": platform.python_version(),
@@ -84,10 +88,11 @@ def _flat(found: Any, name: str = "") -> dict[str, Any]:
 def load(path: Path) -> dict[str, Any]:
     """A result file. Raises SetupError for what is none."""
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
-        assert set(_NO_CONDITION) < set(found)
-    except (OSError, ValueError, AssertionError, TypeError) as error:
-        raise SetupError(f"{path} is no result file: {error or 'it has no values'}") from error
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise SetupError(f"{path} is no result file: {error}") from error
+    if not isinstance(found, dict) or not set(_NO_CONDITION) < found.keys():
+        raise SetupError(f"{path} is no result file: it has no {', '.join(_NO_CONDITION)}.")
     return found
 
 

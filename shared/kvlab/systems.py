@@ -1,4 +1,4 @@
-"""Every system of the course, live on one request: what `kvlab systems` runs and the doctor tells.
+"""Every system of the course, live on one request: what `kvlab engines look` runs.
 
 The request is the same for all: a prompt of 401 tokens, which comes again, and again after the
 engine's own cache was emptied. Who has its KV then? Each `look` starts its system, asks, ends it,
@@ -19,7 +19,7 @@ from typing import Any
 
 from kvlab import environments, report
 from kvlab.engines.protocol import Completion, Engine, EngineError
-from kvlab.paths import ROOT, make_cache
+from kvlab.paths import ROOT, SetupError, make_cache
 
 RECORD = ROOT / "results" / "systems.json"
 MODEL = "tiny-random"
@@ -211,18 +211,20 @@ SYSTEMS = (
 def run(names: list[str], say: Callable[[str], None] = print) -> dict[str, Seen]:
     """Look at these systems (all, if none is named); what was seen, by name.
 
-    Raises SetupError for a name that is none, EngineError where a system fails.
+    One that fails is told and left out. Raises SetupError for a name that is none.
     """
-    from kvlab.paths import SetupError
-
     known = {system.name.lower(): system for system in SYSTEMS}
     for name in names:
         if name.lower() not in known:
             raise SetupError(f"No system is called {name!r}. There are {', '.join(known)}.")
     seen = {}
     for system in [known[name.lower()] for name in names] or SYSTEMS:
-        seen[system.name] = system.look()
-        say(f"{system.name}: {told(seen[system.name])}")
+        try:
+            seen[system.name] = system.look()
+        except (EngineError, SetupError) as error:
+            say(f"{system.name} failed: {error}")
+        else:
+            say(f"{system.name}: {told(seen[system.name])}")
     return seen
 
 

@@ -106,7 +106,7 @@ class Times:
     def times(self, count: int, rng: Rng) -> list[float]:
         if len(self.at) < count:
             raise WorkloadError(f"{count} requests are to come at {len(self.at)} given moments.")
-        return sorted(self.at[:count])
+        return sorted(self.at)[:count]
 
 
 # How long something is. Each `draw` gives `count` numbers of tokens.
@@ -396,7 +396,8 @@ def read(path: Path) -> list[TraceRequest]:
     Mooncake: timestamp in ms, input_length, output_length, hash_ids
     (kvcache-ai/Mooncake, FAST25-release/traces). Azure: TIMESTAMP, ContextTokens, GeneratedTokens
     (Azure/AzurePublicDataset, 2023). vidur: arrived_at in s, num_prefill_tokens, num_decode_tokens
-    (microsoft/vidur, data/processed_traces). Requests stay in the order of the file.
+    (microsoft/vidur, data/processed_traces). Requests come in the order of their times, of
+    the same time in that of the file.
 
     Raises WorkloadError that names the line.
     """
@@ -418,6 +419,7 @@ def read(path: Path) -> list[TraceRequest]:
         raise WorkloadError(f"{path} cannot be read: {error}") from error
     if not rows:
         raise WorkloadError(f"{path} holds no request.")
+    rows.sort(key=lambda row: row.at)  # a stable sort
     begin = rows[0].at
     return [dataclasses.replace(row, at=row.at - begin) for row in rows]
 
@@ -433,6 +435,10 @@ def _mooncake(line: str, where: str) -> TraceRequest:
         )
     except (ValueError, KeyError, TypeError) as error:
         raise WorkloadError(f"{where}: {type(error).__name__} {error}") from error
+    if found.input < 1 or found.output < 0 or min(found.blocks, default=0) < 0:
+        raise WorkloadError(f"{where}: a length or a hash id that cannot be.")
+    if not math.isfinite(found.at):
+        raise WorkloadError(f"{where}: {found.at} is no moment.")
     if len(found.blocks) != -(-found.input // MOONCAKE_BLOCK):
         raise WorkloadError(
             f"{where}: {found.input} tokens are not {len(found.blocks)} blocks of {MOONCAKE_BLOCK}."

@@ -3,10 +3,10 @@
     python known_delays.py PORT
 
 It answers POST /v1/completions as vLLM streams it. A prompt is five numbers:
-[kind, first_ms, gap_ms, tokens, tokens_in_a_chunk]; any other gets max_tokens tokens, one a chunk,
-the first after 20 ms and each further one 5 ms later. kind 0: as said; 1: one after another, the
-others wait (queued); 2: it stalls after half of the tokens and never goes on; 3: it breaks the
-connection off after half of them; 4: it refuses with 503.
+[kind, first_ms, gap_ms, tokens, tokens_in_a_chunk]; any other gets max_tokens tokens, four a chunk,
+the first chunk after 100 ms and each further one 100 ms later. kind 0: as said; 1: one after
+another, the others wait (queued); 2: it stalls after half of the tokens and never goes on; 3: it
+breaks the connection off after half of them; 4: it refuses with 503.
 
 Each event carries the moment at which it was sent, on the clock that all processes of a machine
 share (CLOCK_MONOTONIC).
@@ -31,7 +31,7 @@ def event(**content: object) -> bytes:
 async def complete(request: web.Request) -> web.StreamResponse:
     body = await request.json()
     own = len(body["prompt"]) == 5
-    asked = body["prompt"] if own else (0, 20, 5, body["max_tokens"], 1)
+    asked = body["prompt"] if own else (0, 100, 100, body["max_tokens"], 4)
     kind, first, gap, tokens, width = asked
     if kind == 4:
         return web.json_response({"error": {"message": "full"}}, status=503)

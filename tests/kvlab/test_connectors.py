@@ -126,6 +126,14 @@ def test_the_courses_connector(store: tuple[Master, Store], reference: Completio
         assert sources(engine)["local_compute"] == 401
         assert same(after_reset(engine), reference)
         assert sources(engine)["external_kv_transfer"] == FULL
+        # Four blocks in vLLM's own cache, eight more in the store: each to its own place.
+        assert within(30, engine.reset_prefix_cache)
+        engine.generate(PROMPT[:130], max_tokens=1)
+        before = sources(engine)
+        assert same(ask(engine), reference)
+        gained = {name: value - before[name] for name, value in sources(engine).items()}
+        assert gained["local_cache_hit"] == 4 * 32
+        assert gained["external_kv_transfer"] == 8 * 32
     keys = master.metrics()["master_key_count"]
     # 409 tokens, of which the last has no KV: 12 full blocks.
     assert keys == 12
@@ -146,7 +154,12 @@ def poisoned_then_killed(engine: VLLM, master: Master, reference: Completion) ->
         wrong = engine.generate(prompt, max_tokens=8, ignore_eos=True)
         assert wrong.cached_tokens == FULL
         assert wrong.logprobs != pytest.approx(clean.logprobs, abs=1e-2)
+        long = [*prompt, *PROMPT[:250]]  # 20 blocks, of which 12 are to be loaded
+        alone = engine.generate(long, max_tokens=8, ignore_eos=True, cache_salt="alone")
         os.kill(poisoner.pid, signal.SIGKILL)  # who holds the blocks now
+        for _ in range(2):  # what is filled behind a load that failed must not be kept
+            assert within(30, engine.reset_prefix_cache)
+            assert same(engine.generate(long, max_tokens=8, ignore_eos=True), alone)
         assert within(30, engine.reset_prefix_cache)
         survived = engine.generate(prompt, max_tokens=8, ignore_eos=True)
         assert same(survived, clean)

@@ -101,7 +101,7 @@ def test_fixed_delays(server: Known) -> None:
         assert measure.itl_by_token(one) == measure.itl_by_chunk(one)
     middle = measure.latency(run, measure.tpot, 50)
     assert middle.value == pytest.approx(0.005, abs=0.002)
-    cached = measure.hits(run)
+    cached = measure.hits(run.outcomes)
     assert (cached.prompt_tokens, cached.cached_tokens, cached.requests) == (600, 240, 60)
 
 
@@ -190,8 +190,14 @@ def test_200_requests_a_second_leave_on_time(server: Known) -> None:
     assert measure.failures(run) == {}
     late = measure.latency(run, measure.lateness, 99)
     print(f"\n200 requests/s: the client's lateness, P99: {1000 * late.value:.1f} ms")
-    # Who waits for answers could not: the last one leaves when it is due, however late the first.
-    assert run.outcomes[-1].sent == pytest.approx(times[-1], abs=2)
+
+
+def test_a_slow_server_holds_nobody_up(server: Known) -> None:
+    """One user who waits for each answer would take 100 s for these; fifty would take 2."""
+    run = send(server, asked(*((i / 200, [FIXED, 500, 0, 1, 1]) for i in range(200))))
+    assert measure.failures(run) == {}
+    assert run.outcomes[-1].sent < 1.5
+    assert statistics.median(map(measure.lateness, run.outcomes)) < 0.3
 
 
 def trace(folder: Path, count: int, every: int) -> Path:
@@ -229,7 +235,11 @@ def bench(engine: GeneratingServer, model: str, file: Path, count: int) -> dict[
     return found
 
 
-MEDIANS = {"TTFT": "median_ttft_ms", "TPOT": "median_tpot_ms"}
+MEDIANS = {
+    "TTFT": "median_ttft_ms",
+    "TPOT": "median_tpot_ms",
+    "ITL by chunk": "median_itl_ms",
+}
 
 
 def test_counts_and_medians_agree_with_vllm_bench_serve(server: Known, tmp_path: Path) -> None:
@@ -242,7 +252,8 @@ def test_counts_and_medians_agree_with_vllm_bench_serve(server: Known, tmp_path:
     for name, key in MEDIANS.items():
         mine = ours["latencies_ms"][name]["p50"]["value"]
         print(f"\n{name}: ours {mine:.2f} ms, vllm bench serve {theirs[key]:.2f} ms")
-        assert mine == pytest.approx(theirs[key], abs=10)
+        # 100 ms each, with four tokens to a chunk: what divides by another count is far off.
+        assert mine == pytest.approx(theirs[key], abs=8)
 
 
 def test_a_real_engine_beside_vllm_bench_serve(warm: Any, tmp_path: Path) -> None:

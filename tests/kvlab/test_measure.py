@@ -67,12 +67,12 @@ def test_goodput_counts_what_failed_as_missed() -> None:
 
 def test_three_denominators_of_a_hit_rate() -> None:
     found = measure.hits(
-        run(
+        [
             outcome(0, prompt_tokens=1000, cached_tokens=0),
             outcome(1, prompt_tokens=40, cached_tokens=32),
             outcome(2, prompt_tokens=40, cached_tokens=32),
             outcome(3, prompt_tokens=None, failure="timeout"),
-        )
+        ]
     )
     assert found.share_of_tokens == pytest.approx(64 / 1080)
     assert found.mean_of_ratios == pytest.approx(1.6 / 3)

@@ -8,10 +8,12 @@ means, stands here once.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, overload
 
+from kvlab import environments
 from kvlab.engines.protocol import (
     Chunk,
     Completion,
@@ -31,6 +33,10 @@ class Wire:
     url: str
     headers: dict[str, str]
     body: bytes
+
+
+# A port, an address with one, a path: they change from start to start and decide nothing.
+_PLACE = re.compile(r"(?:tcp://)?127\.0\.0\.1(?::\d+)?|(?<=port\": )\d+|(?<=\")/[^\"]*")
 
 
 class GeneratingServer(Server):
@@ -64,19 +70,25 @@ class GeneratingServer(Server):
     model: str
     device: str
     _flags: Sequence[str] = ()
+    _extra_args: Sequence[str] = ()
 
     def conditions(self) -> dict[str, str]:
-        """What a figure that was measured on it depends on, for a result file. Values that are
-        JSON (where a connector finds its server) are left out."""
-        flags = [word for word in self._flags if not word.startswith("{")]
+        """What a figure that was measured on it depends on, for a result file: all that it was
+        started with, but where other servers and folders are."""
+        words = [*self._flags, *self._extra_args]
         return {
             "system": self.name,
             "model": self.model,
             "device": self.device,
-            "flags": " ".join(flags),
+            "flags": _PLACE.sub("...", " ".join(words)),
         }
 
     # What follows from it.
+
+    @property
+    def pins(self) -> str:
+        """Names the environment that runs it: another one for other versions of anything in it."""
+        return environments.folder(self._environment_name).name
 
     @overload
     def generate(self, prompt: Prompt, **options: Any) -> Completion: ...

@@ -11,8 +11,10 @@ ZeroMQ on a loopback port, this module through HTTP. KV is kept in *chunks* of w
 host memory (L1) and, if a folder is given, in files (L2). Checked against LMCache 0.5.6, whose
 flags `lmcache server --help` lists.
 
-Neither port asks for a token: whoever can reach this machine's loopback can read the cache and
-clear it. The scripts that its HTTP side could run stay off, as they are by default.
+Neither port asks for a token. Worse, on the engines' port KV may come as a pickle, which the server
+unpickles (0.5.6, v1/multiprocess/modules/server_transfer.py): **any program and any user of this
+machine can make it run code as you.** Where people whom you do not trust have an account, do not
+start it. The scripts that its HTTP side could run stay off, as they are by default.
 """
 
 from __future__ import annotations

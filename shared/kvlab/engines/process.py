@@ -175,7 +175,10 @@ def sweep() -> list[str]:
 
 def _new_log(name: str, run: str) -> Path:
     folder = paths.make_cache("logs")
-    logs = sorted(folder.glob("*.log"), key=lambda log: log.stat().st_mtime)
+    # One whose run still has its folder is of an engine that lives.
+    running = {place.name for place in _temp_root().iterdir()}
+    done = [log for log in folder.glob("*.log") if log.stem.rpartition("-")[2] not in running]
+    logs = sorted(done, key=lambda log: log.stat().st_mtime)
     for old in logs[: 1 - _KEPT_LOGS]:
         old.unlink(missing_ok=True)
     log = folder / f"{name.replace(' ', '-')}-{time.strftime('%Y%m%d-%H%M%S')}-{run}.log"

@@ -32,16 +32,17 @@ def start(
     deadline: float = 180,
 ) -> Router:
     """Start a router in front of running replicas. Raises EngineError."""
-    where = ["--worker-urls", *(replica.url for replica in replicas)]
-    return Router(replicas, [*where, "--policy", policy], port, deadline).start()
+    return Router(replicas, ["--policy", policy], port, deadline).start()
 
 
 def start_pair(
     prefill: SGLang, decode: SGLang, *, port: int | None = None, deadline: float = 180
 ) -> Router:
     """Start a router in front of a running pair (`kvlab.engines.sglang_pd`). Raises EngineError."""
-    where = ["--pd-disaggregation", "--prefill", prefill.url, str(prefill.ports["bootstrap"])]
-    return Router([prefill, decode], [*where, "--decode", decode.url], port, deadline).start()
+    return Router([prefill, decode], [_PAIR], port, deadline).start()
+
+
+_PAIR = "--pd-disaggregation"
 
 
 class Router(Native):
@@ -57,21 +58,32 @@ class Router(Native):
     def __init__(
         self,
         replicas: Sequence[SGLang],
-        where: list[str],
+        flags: list[str],
         port: int | None,
         deadline: float,
     ) -> None:
         super().__init__(f"with {len(replicas)} servers", port=port, deadline=deadline)
         self.replicas = list(replicas)
-        self._where = where
+        self._flags = flags
+        self.model = replicas[0].model
+        self.device = replicas[0].device
+        self._vocabulary = replicas[0]._vocabulary
 
     def _command(self) -> list[str]:
+        # Asked anew at each start: a replica that was restarted has another port.
+        if _PAIR in self._flags:
+            prefill, decode = self.replicas
+            where = ["--prefill", prefill.url, str(prefill.ports["bootstrap"])]
+            where += ["--decode", decode.url]
+        else:
+            where = ["--worker-urls", *(replica.url for replica in self.replicas)]
         return [
             *(str(self._python), "-m", "kvlab.inside.sglang_router"),
             *("--host", "127.0.0.1", "--port", str(self.port)),
             *("--log-level", "warn"),
             *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(self.ports["metrics"])),
-            *self._where,
+            *self._flags,
+            *where,
         ]
 
     def _environment(self, folder: Path) -> dict[str, str]:

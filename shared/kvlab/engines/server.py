@@ -57,9 +57,12 @@ class Server(System):
             self._client = None
 
     def _is_ready(self, run: Run) -> bool:
+        # Whoever listens gets the token: first see that it is this very run.
         with contextlib.suppress(httpx.HTTPError):
-            answer = self._http.get(self._health, timeout=2)
-            return answer.status_code == 200 and self._listens(run, self.port)
+            return (
+                self._listens(run, self.port)
+                and self._http.get(self._health, timeout=2).status_code == 200
+            )
         return False
 
     # Talking to it.
@@ -76,11 +79,11 @@ class Server(System):
         client = self._http
         try:
             yield client
-        except httpx.TimeoutException:
+        except httpx.TimeoutException as slow:
             if not self.is_alive:
                 raise self._ended("ended while it was asked") from None
             raise EngineError(
-                f"{self.name} runs but gave no answer for {client.timeout.read:g} s. "
+                f"{self.name} runs but gave no answer in time ({type(slow).__name__}). "
                 f"restart() starts it anew. Its log: {self.log}",
                 self.log,
             ) from None
@@ -129,7 +132,7 @@ class Server(System):
         """Its counters and gauges of now, by their names.
 
         Labels that are the same for every sample (model_name, tp_rank) are left out; others are
-        written behind the name as Prometheus does: 'vllm:request_success_total{reason="length"}'.
+        written behind the name as Prometheus does: 'x_total{finished_reason="length"}'.
         Of a histogram its _sum and _count are there, not its buckets.
         """
         return {

@@ -70,6 +70,8 @@ class Native(GeneratingServer):
     """What speaks SGLang's own POST /generate: SGLang, and the router in front of it."""
 
     _path = "/generate"
+    _vocabulary = 0
+    """Token ids of the model lie below."""
 
     def body(
         self,
@@ -101,13 +103,19 @@ class Native(GeneratingServer):
         if isinstance(prompt, str):
             body["text"] = prompt
         else:
-            body["input_ids"] = [operator.index(token) for token in prompt]
+            body["input_ids"] = tokens = [operator.index(token) for token in prompt]
+            wrong = [token for token in tokens if not 0 <= token < self._vocabulary]
+            if wrong:  # SGLang 0.5.23 would take it, and its scheduler would end
+                raise EngineError(
+                    f"{self.name} refused: token {wrong[0]} is none of the {self._vocabulary} of "
+                    f"{self.model}."
+                )
         if cache_salt is not None:
             body["cache_salt"] = cache_salt
         return self._sendable(body)
 
     def completion(self, answer: dict[str, Any]) -> Completion:
-        found = answer["meta_info"]
+        found = self._not_aborted(answer["meta_info"])
         token_ids, logprobs = _tokens(answer)
         return Completion(
             text=answer["text"],
@@ -120,7 +128,7 @@ class Native(GeneratingServer):
 
     def chunks(self, events: Iterable[dict[str, Any]]) -> Iterator[Chunk]:
         for event in events:
-            found, (token_ids, logprobs) = event["meta_info"], _tokens(event)
+            found, (token_ids, logprobs) = self._not_aborted(event["meta_info"]), _tokens(event)
             end: dict[str, Any] = {}
             if found["finish_reason"] is not None:
                 end = {
@@ -129,6 +137,13 @@ class Native(GeneratingServer):
                     "cached_tokens": found["cached_tokens"],
                 }
             yield Chunk(event["text"], token_ids, logprobs, **end)
+
+    def _not_aborted(self, found: dict[str, Any]) -> dict[str, Any]:
+        """SGLang says in an answer like any other that it gave a request up. Raises EngineError."""
+        end = found["finish_reason"]
+        if end is not None and end["type"] == "abort":
+            raise self._refused(str(end.get("message") or "the request was aborted"))
+        return found
 
 
 def _tokens(answer: dict[str, Any]) -> tuple[list[int], list[float]]:
@@ -305,6 +320,8 @@ class SGLang(Native):
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{folder / 'rendezvous'}",
             # GET /health would generate a token, which the counters count.
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+            # Log-probabilities before the temperature, as the other engines give them.
+            "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
         }
         if self.device == "cpu":
             env |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
@@ -314,16 +331,6 @@ class SGLang(Native):
         return env
 
     # The engine.
-
-    def ask(self, body: dict[str, Any]) -> dict[str, Any]:
-        """What POST /generate answers to a body, as JSON. Raises EngineError."""
-        wrong = [t for t in body.get("input_ids", ()) if not 0 <= t < self._vocabulary]
-        if wrong:  # SGLang 0.5.23 would take it, and its scheduler would end
-            raise EngineError(
-                f"{self.name} refused: token {wrong[0]} is none of the {self._vocabulary} of "
-                f"{self.model}."
-            )
-        return super().ask(body)
 
     def cached_by_tier(self, prompt: Prompt, **options: Any) -> Tiers:
         """Complete a prompt, and say from which tier its cached tokens came."""

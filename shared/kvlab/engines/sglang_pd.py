@@ -68,13 +68,14 @@ class SGLangPair(Pair[SGLang]):
         yield from self.front.stream(prompt, **options)
 
     def start(self) -> Self:
+        if not super().is_alive:
+            self.front.stop()  # a side that starts gets other ports
         super().start()
-        if not self.front.is_alive:  # the sides may have other ports now
-            try:
-                self.front = router.start_pair(self.prefill, self.decode)
-            except BaseException:
-                self.stop()
-                raise
+        try:
+            self.front.start()
+        except BaseException:
+            self.stop()
+            raise
         return self
 
     def stop(self) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from kvlab.engines.worker import Worker
 
@@ -69,11 +69,8 @@ class SGLangTree(Worker):
             "policy": policy,
         }
 
-    def start(self) -> Self:
-        if not self.is_alive:
-            super().start()
-            self.call("make", **self._shape)
-        return self
+    def _begin(self) -> None:
+        self.call("make", **self._shape)
 
     def make(
         self, size: int, *, page_size: int = 1, core: Core = "rust", policy: Policy = "lru"

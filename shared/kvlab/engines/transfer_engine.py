@@ -17,7 +17,6 @@ encryption, and **it listens on all interfaces**, also when it is given 127.0.0.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
 
 from kvlab.engines.mooncake import ENVIRONMENT
 from kvlab.engines.protocol import EngineError
@@ -52,14 +51,10 @@ class TransferEngine(Worker):
         self.base = 0
         """Where the buffer begins in this end's own memory: peers name absolute addresses."""
 
-    def start(self) -> Self:
-        if self.is_alive:
-            return self
-        super().start()
+    def _begin(self) -> None:
         opened = self.call("open", size=self.size)
         self.address, self.base = opened["address"], opened["base"]
         self._checked("initialize", opened["code"])
-        return self
 
     def register(self) -> None:
         """Let peers write and read the buffer. Raises TransferError."""

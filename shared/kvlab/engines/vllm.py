@@ -432,9 +432,12 @@ class VLLM(GeneratingServer):
         found = []
         while self._event_line.poll(round(wait * 1000)):
             _, number, packed = self._event_line.recv_multipart()
-            if int.from_bytes(number, "big") != self._next_event:
-                raise EngineError(f"{self.name}: events before number {number!r} were lost")
-            self._next_event += 1
+            expected, self._next_event = self._next_event, int.from_bytes(number, "big") + 1
+            if self._next_event != expected + 1:
+                raise EngineError(
+                    f"{self.name}: of its events the numbers {expected} to "
+                    f"{self._next_event - 2} were lost; what comes from here on is whole."
+                )
             _, events, *_ = msgspec.msgpack.decode(packed)
             found += events
         return found

@@ -16,7 +16,7 @@ prefix_caching_hash_algo="sha256_cbor".
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 from kvlab.engines.worker import Worker
 
@@ -37,11 +37,8 @@ class VLLMBlocks(Worker):
         super().__init__(f"with {num_blocks} blocks of {block_size}", deadline=deadline)
         self._shape = {"num_blocks": num_blocks, "block_size": block_size}
 
-    def start(self) -> Self:
-        if not self.is_alive:
-            super().start()
-            self.call("make", **self._shape)
-        return self
+    def _begin(self) -> None:
+        self.call("make", **self._shape)
 
     def make(self, num_blocks: int, block_size: int) -> None:
         """Begin anew, with another pool and no requests."""

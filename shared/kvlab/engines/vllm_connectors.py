@@ -19,9 +19,10 @@ _OWN = "kvlab.inside.connectors"
 
 
 def to_disk(folder: Path) -> Connector:
-    """vLLM's own ExampleConnector: a folder of safetensors, one for each prompt.
+    """vLLM's own ExampleConnector: for each prompt a folder, with a file of safetensors a layer.
 
-    It finds whole prompts, not beginnings of them, and is what its name says.
+    It finds whole prompts, not beginnings of them, by their token ids alone: the model, the type of
+    its KV and a request's cache salt make no difference. It is what its name says.
     """
     return Connector(
         {
@@ -52,7 +53,8 @@ def to_host(memory_bytes: int) -> Connector:
 def to_store(master: Master) -> Connector:
     """The course's own connector over a Mooncake Store: kvlab/inside/connectors/block_store.py.
 
-    The store needs a client that lends it memory. Blocks that do not come are computed.
+    The store needs a client that lends it memory. Blocks that do not come are computed. Mooncake's
+    Transfer Engine, in vLLM's worker, listens on all interfaces (`kvlab.engines.transfer_engine`).
     """
     return Connector(
         {
@@ -68,7 +70,8 @@ def to_store(master: Master) -> Connector:
 def to_mooncake(master: Master, *, segment_bytes: int = 0) -> Connector:
     """vLLM's own MooncakeStoreConnector.
 
-    vLLM's worker lends the store segment_bytes; with 0 some other client has to.
+    vLLM's worker lends the store segment_bytes; with 0 some other client has to. The worker's
+    Transfer Engine listens on all interfaces (`kvlab.engines.transfer_engine`).
     """
     config = {
         "metadata_server": "P2PHANDSHAKE",
@@ -87,15 +90,17 @@ def to_mooncake(master: Master, *, segment_bytes: int = 0) -> Connector:
 
 
 def over_nixl() -> Connector:
-    """vLLM's NixlConnector: KV straight from one vLLM's memory into another's (kvlab.engines.pd).
+    """vLLM's NixlConnector: KV straight from one vLLM's memory into another's
+    (`kvlab.engines.vllm_pd`).
 
-    NIXL moves bytes with UCX, here over loopback TCP.
+    NIXL moves bytes with UCX: on a CPU over loopback TCP, on a GPU also from GPU to GPU.
     """
     config: dict[str, Any] = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
-    environment = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
+    # UCX would listen on every network device.
+    environment = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "UCX_NET_DEVICES": "lo"}
     if environments.device() == "cpu":
         config["kv_buffer_device"] = "cpu"
-        environment |= {"UCX_NET_DEVICES": "lo", "UCX_TLS": "tcp,sm,self"}
+        environment["UCX_TLS"] = "tcp,sm,self"
     return Connector(config, environment=environment, ports=("VLLM_NIXL_SIDE_CHANNEL_PORT",))
 
 

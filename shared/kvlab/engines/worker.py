@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from kvlab.engines.process import Run, System
 from kvlab.engines.protocol import EngineError
@@ -42,6 +42,20 @@ class Worker(System):
         super().__init__(of, deadline=deadline)
         self._socket: socket.socket | None = None
         self._calling = threading.Lock()
+
+    def _begin(self) -> None:
+        """Make the first calls to a program that has just started; if one fails, it is stopped."""
+
+    def start(self) -> Self:
+        if self.is_alive:
+            return self
+        super().start()
+        try:
+            self._begin()
+        except BaseException:
+            self.stop()
+            raise
+        return self
 
     def _command(self) -> list[str]:
         return [str(self._python), "-P", "-m", f"kvlab.inside.{self._program}"]

@@ -35,26 +35,31 @@ def unregister() -> int:
     return engine.unregister_memory(ctypes.addressof(memory))
 
 
+def _own(offset: int, length: int) -> int:
+    """The address of a part of the own buffer. Raises ValueError where it is not all inside."""
+    if not (0 <= offset and 0 <= length <= len(memory) - offset):
+        raise ValueError(f"the buffer has {len(memory)} bytes")
+    return ctypes.addressof(memory) + offset
+
+
 def fill(offset: int, value: bytes) -> None:
     """Put bytes into this side's own buffer."""
-    if not 0 <= offset <= len(memory) - len(value):
-        raise ValueError(f"the buffer has {len(memory)} bytes")
-    ctypes.memmove(ctypes.addressof(memory) + offset, value, len(value))
+    ctypes.memmove(_own(offset, len(value)), value, len(value))
 
 
 def look(offset: int, length: int) -> bytes:
     """Bytes of this side's own buffer."""
-    return memory.raw[offset : offset + length]
+    return ctypes.string_at(_own(offset, length), length)
 
 
 def write(peer: str, offset: int, remote: int, length: int) -> int:
     """Copy from the own buffer to an address in a peer's memory; 0, or a negative code."""
-    return engine.transfer_sync_write(peer, ctypes.addressof(memory) + offset, remote, length)
+    return engine.transfer_sync_write(peer, _own(offset, length), remote, length)
 
 
 def read(peer: str, offset: int, remote: int, length: int) -> int:
     """Copy from an address in a peer's memory to the own buffer; 0, or a negative code."""
-    return engine.transfer_sync_read(peer, ctypes.addressof(memory) + offset, remote, length)
+    return engine.transfer_sync_read(peer, _own(offset, length), remote, length)
 
 
 if __name__ == "__main__":

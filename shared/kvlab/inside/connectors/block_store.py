@@ -10,10 +10,11 @@ which only plans, and one in each worker, which copies.
     worker       start_load_kv                before the pass: blocks come in
                  wait_for_save                after the pass: blocks that are full now go out
 
-An object is one block: the bytes of all layers, one after the other. Its name says what the bytes
-depend on: the model, the type and the layout of its KV, and vLLM's own block hash, which stands for
-all tokens up to the block's end and for the cache salt. What is missing in a name is trust
-misplaced (chapter 09).
+An object is one block: the bytes of all layers, one after the other. Its name has the model's name,
+the type of its KV, the block size, and vLLM's own block hash, which stands for all tokens up to the
+block's end and for the cache salt. What is not in it: which checkpoint bears the name, how a block
+is laid out in memory, which part it is of a model that is split over several GPUs. Two engines that
+differ in one of these must not share a store (chapter 09).
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ class BlockStoreConnector(KVConnectorBase_V1):
             raise RuntimeError(f"Mooncake's master at {master} was not reached: {code}")
         # The scheduler's:
         self.requests: dict[str, Request] = {}
+        self.local: dict[str, int] = {}
+        """Tokens that vLLM's own cache had when it asked; the request does not know them yet."""
         self.blocks: dict[str, list[int]] = {}
         self.plan = Plan()
         # A worker's:
@@ -88,6 +91,7 @@ class BlockStoreConnector(KVConnectorBase_V1):
     ) -> tuple[int, bool]:
         """Tokens that the store has beyond those that vLLM's own cache has. Never the last token
         of the request: it has to be computed for its logits."""
+        self.local[request.request_id] = num_computed_tokens
         first = num_computed_tokens // self.block_size
         names = self.names(request, first, (request.num_tokens - 1) // self.block_size)
         found = 0
@@ -101,12 +105,13 @@ class BlockStoreConnector(KVConnectorBase_V1):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         self.requests[request.request_id] = request
+        local = self.local.pop(request.request_id, 0)
         if num_external_tokens == 0:
             return
         ids = blocks.get_block_ids()[0]
         count = num_external_tokens // self.block_size
         # vLLM's own hits come first in the table, then what is to be loaded.
-        first = request.num_computed_tokens // self.block_size
+        first = local // self.block_size
         names = self.names(request, first, first + count)
         self.plan.loads += zip(names, ids[first : first + count], strict=True)
 
@@ -127,6 +132,7 @@ class BlockStoreConnector(KVConnectorBase_V1):
         for request_id in scheduler_output.finished_req_ids:
             self.blocks.pop(request_id, None)
             self.requests.pop(request_id, None)
+            self.local.pop(request_id, None)
         return plan
 
     def plan_stores(
@@ -183,7 +189,9 @@ class BlockStoreConnector(KVConnectorBase_V1):
 
     def wait_for_save(self) -> None:
         stores = self._get_connector_metadata().stores
-        if not stores:
+        # A pass over KV that did not come: vLLM runs it all the same, throws away what it sampled,
+        # and computes anew. What it filled must not get out.
+        if not stores or self.failed:
             return
         there = self.store.batch_is_exist([name for name, _ in stores])
         new = [pair for pair, code in zip(stores, there, strict=True) if code != 1]
