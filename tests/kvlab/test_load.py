@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from engine_help import need
 
-from kvlab import environments, load, measure, models
+from kvlab import environments, load, measure, models, report
 from kvlab import workloads as w
 from kvlab.engines import vllm
 from kvlab.engines.generating import GeneratingServer
@@ -256,7 +256,9 @@ def test_counts_and_medians_agree_with_vllm_bench_serve(server: Known, tmp_path:
         assert mine == pytest.approx(theirs[key], abs=8)
 
 
-def test_a_real_engine_beside_vllm_bench_serve(warm: Any, tmp_path: Path) -> None:
+def test_a_real_engine_beside_vllm_bench_serve(
+    warm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Counts are compared. Times are not: they are printed as ratios, measured alternating."""
     need("vllm")
     engine = warm(vllm, "tiny-random")
@@ -264,7 +266,8 @@ def test_a_real_engine_beside_vllm_bench_serve(warm: Any, tmp_path: Path) -> Non
     load.send(engine, w.from_trace(file, seed=1))  # a warm-up with other tokens
     ratios: dict[str, list[float]] = {name: [] for name in MEDIANS}
     for round_ in range(2):
-        ours = measure.summary(load.send(engine, w.from_trace(file, seed=2 + round_)))
+        run = load.send(engine, w.from_trace(file, seed=2 + round_))
+        ours = measure.summary(run)
         theirs = bench(engine, "tiny-random", file, 30)
         assert theirs["completed"] == ours["answered"] == 30
         assert theirs["total_output_tokens"] == ours["output_tokens"]
@@ -274,3 +277,12 @@ def test_a_real_engine_beside_vllm_bench_serve(warm: Any, tmp_path: Path) -> Non
     for name, found in ratios.items():
         told = ", ".join(f"{ratio:.2f}" for ratio in found)
         print(f"\n{name} on vLLM, ours to vllm bench serve: {told}")
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    measure.record("mine", "a trace on vLLM", engine, run, measure.Objectives(ttft=5))
+    found = report.load(tmp_path / "results" / "mine.json")
+    assert found["conditions"]["system"] == "vLLM"
+    assert "--max-num-seqs 16" in found["conditions"]["flags"]
+    assert found["conditions"]["environment"].startswith("vllm-")
+    assert found["conditions"]["workload"]["made_by"]["trace"] == "trace.jsonl"
+    assert found["values"]["answered"] == 30
+    assert report.side_by_side(found, found, [])

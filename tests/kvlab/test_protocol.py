@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from engine_help import need, within
 
 from kvlab.engines import minikv, sglang, vllm
+from kvlab.engines.generating import GeneratingServer
 from kvlab.engines.protocol import Completion, Engine, EngineError
 
 need("vllm", "sglang")
@@ -138,3 +140,22 @@ def test_stopped_and_started_again() -> None:
             engine.generate([1, 2, 3])
         assert engine.restart().generate([1, 2, 3], max_tokens=1).token_ids
     assert not engine.is_alive
+
+
+def test_conditions_name_what_decides_and_no_place() -> None:
+    """Two engines that differ in a connector or a further flag are not the same conditions."""
+
+    class Made(GeneratingServer):
+        name = "made"
+        model, device = "m", "cpu"
+
+        def __init__(self, *flags: str, extra: tuple[str, ...] = ()) -> None:
+            self._flags, self._extra_args = flags, extra
+
+    def told(port: int, folder: str, kind: str = "A") -> str:
+        config = {"kv_connector": kind, "master": f"127.0.0.1:{port}", "path": folder}
+        return Made("--kv-transfer-config", json.dumps(config)).conditions()["flags"]
+
+    assert told(1234, "/tmp/a") == told(999, "/home/b c")
+    assert told(1, "/tmp/a") != told(1, "/tmp/a", kind="B")
+    assert Made("--a", "1").conditions() != Made("--a", "1", extra=("--fp8",)).conditions()
