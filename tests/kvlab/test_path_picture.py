@@ -50,8 +50,8 @@ def test_words_say_the_numbers_and_nothing_lies_outside():
     counts = {"engine": 129, "pool": 0, "cache": (1, 2944)}
     said = alternative(UNITS, counts, "chunk 23 missing", {"engine": "vLLM"})
     assert said == (
-        "chunk 23 missing: vLLM 129 tokens computed; its pool, on the device 0 tokens found; "
-        "LMCache: host 1 chunks written and 2,944 tokens given."
+        "chunk 23 missing: vLLM 129 tokens computed; pool on its device 0 tokens found; "
+        "LMCache: host 1 chunk written and 2,944 tokens given."
     )
     root = ElementTree.fromstring(
         path_svg(UNITS, counts, title="chunk 23 missing", names={"engine": "vLLM"})
@@ -77,7 +77,7 @@ def test_events_can_be_gone_through_and_a_static_page_has_the_last():
     assert "event 2 of 2: follow-up" in path._picture.value
     bundle = path._repr_mimebundle_()
     assert bundle["text/plain"].startswith("LMCache, event 2 of 2: follow-up: vLLM 65 tokens")
-    assert path.told().startswith("follow-up: vLLM 65")
+    assert path.told() == "vLLM 65 tokens computed; pool on its device 384 tokens found"
     path.event.value = 1
     assert path._repr_mimebundle_()["image/svg+xml"] != bundle["image/svg+xml"]
     with pytest.raises(KeyError, match="no 'cloud'"):
@@ -106,11 +106,11 @@ def test_counters_are_differences_with_labels_added_up():
 
 def test_what_is_missing_is_filled_in_and_marked(capsys, monkeypatch):
     def missing():
-        raise environments.EnvironmentMissing("There is no SGLang.\nmore")
+        raise environments.EnvironmentMissing("There is no SGLang: more")
 
     seen = follow.live("HiCache", missing)
     printed = capsys.readouterr().out
-    assert "NOT RUN HERE: There is no SGLang.\n" in printed
+    assert "NOT RUN HERE: There is no SGLang\n" in printed
     recorded = systems.seen_on("cpu")["HiCache"]
     assert recorded["version"] in printed
     assert seen == {**recorded["seen"], "recorded": True}
@@ -118,3 +118,15 @@ def test_what_is_missing_is_filled_in_and_marked(capsys, monkeypatch):
     assert follow.live("HiCache", lambda: {"first": 1}, gib=3)["recorded"]
     assert "it wants 3 GiB of free memory" in capsys.readouterr().out
     assert follow.live("HiCache", lambda: {"first": 1}, gib=1) == {"first": 1}
+
+
+def test_the_table_holds_for_what_was_recorded_alone():
+    recorded = {
+        name: {**found["seen"], "recorded": True} for name, found in systems.seen_on("cpu").items()
+    }
+    text = follow.table(recorded)
+    assert text.count("(recorded, not run here)") == text.count("\n") - 1 == 8
+    assert "12 objects after vLLM's end" in text
+    assert "401 bytes, the same: True" in text
+    live = {**recorded, "LMCache": {"again": 384, "after_reset": 384}}
+    assert follow.table(live).count("not run here") == 7

@@ -6,6 +6,7 @@ page shows its SVG.
 """
 
 from kvlab.pictures.forwards import ForwardsPicture, forwards_svg
+from kvlab.pictures.path import PathPicture, path_svg
 from kvlab.pictures.timeline import Timeline, timeline_svg
 
-__all__ = ["ForwardsPicture", "Timeline", "forwards_svg", "timeline_svg"]
+__all__ = ["ForwardsPicture", "PathPicture", "Timeline", "forwards_svg", "path_svg", "timeline_svg"]

@@ -1,0 +1,202 @@
+"""Chapter 06 follows one request through every system: the request, and who answered it.
+
+The request is that of `kvlab.systems`, seen as a document of 360 tokens and a question of 41. The
+follow-up has all of it, the answer, and a second question. What happened to each is read off
+counters, before and after: `Watch`.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from kvlab import environments, systems
+from kvlab.engines.process import available_memory
+from kvlab.engines.protocol import Completion, Engine
+from kvlab.pictures.path import Count, PathPicture
+from kvlab.systems import OUTPUT, PROMPT, Seen, reset
+
+DOCUMENT, QUESTION = PROMPT[:360], PROMPT[360:]
+SECOND_QUESTION = [random.Random(2).randrange(10, 250) for _ in range(40)]
+
+
+def follow_up(first: Completion) -> list[int]:
+    """The prompt of the follow-up: document, question, answer, second question."""
+    return PROMPT + first.token_ids + SECOND_QUESTION
+
+
+class Counting(Protocol):
+    """Whatever has counters."""
+
+    def metrics(self) -> dict[str, float]: ...
+
+
+Counter = tuple[Counting, str] | tuple[Counting, str, float]
+"""A system, the name of one of its counters, and a factor (1 if there is none). A name without
+labels stands for the sum of all that have it."""
+
+
+class Watch:
+    """How far counters have moved since they were last looked at.
+
+    counters: one or a tuple of them for each place of `kvlab.pictures.PathPicture`.
+    """
+
+    def __init__(self, counters: Mapping[str, Counter | tuple[Counter, ...]]) -> None:
+        self._counters = dict(counters)
+        self._before = self._read()
+
+    def moved(self) -> dict[str, Count]:
+        """The difference to the last call, once the counters stand still.
+
+        Systems store behind an answer, and count behind what they do: LMCache some tenths of a
+        second.
+        """
+        now, since = self._read(), time.monotonic()
+        until = since + 30
+        while time.monotonic() - since < 1.5 and time.monotonic() < until:
+            time.sleep(0.3)
+            if (again := self._read()) != now:
+                now, since = again, time.monotonic()
+        before, self._before = self._before, now
+        return {place: self._difference(place, before, now) for place in self._counters}
+
+    def _difference(
+        self, place: str, before: Mapping[str, list[int]], now: Mapping[str, list[int]]
+    ) -> Count:
+        moved = tuple(b - a for a, b in zip(before[place], now[place], strict=True))
+        return moved if isinstance(self._counters[place][0], tuple) else moved[0]
+
+    def _read(self) -> dict[str, list[int]]:
+        pages: dict[int, dict[str, float]] = {}
+        found: dict[str, list[int]] = {}
+        for place, counters in self._counters.items():
+            several = counters if isinstance(counters[0], tuple) else (counters,)
+            found[place] = []
+            for system, name, *factor in several:
+                if id(system) not in pages:
+                    pages[id(system)] = system.metrics()
+                found[place].append(round(_value(pages[id(system)], name) * (*factor, 1)[0]))
+        return found
+
+
+def _value(page: Mapping[str, float], name: str) -> float:
+    if name in page or "{" in name:
+        return page.get(name, 0)
+    return sum(value for key, value in page.items() if key.startswith(name + "{"))
+
+
+def talk(engine: Engine, watch: Watch, path: PathPicture) -> Seen:
+    """The question, the follow-up, and the follow-up once more after the engine's own cache was
+    emptied; each lights the path, and is told in a line.
+
+    Gives the cached tokens of all three, under the names that `kvlab.systems.thrice` has.
+    """
+    prompt = PROMPT
+    answers = []
+    for event in ("question", "follow-up", "after a reset"):
+        if event == "after a reset":
+            reset(engine)
+        answer = engine.generate(prompt, max_tokens=OUTPUT, ignore_eos=True)
+        path.note(event, watch.moved())
+        print(f"{event}: {answer.cached_tokens} of {answer.prompt_tokens} tokens cached")
+        print(f"    {path.told()}")
+        answers.append(answer)
+        prompt = follow_up(answers[0])
+    first, again, after = answers
+    return {
+        "first": first.cached_tokens,
+        "again": again.cached_tokens,
+        "after_reset": after.cached_tokens,
+        "same_answer": again.token_ids == after.token_ids,
+    }
+
+
+def live(name: str, look: Callable[[], Seen], *, gib: float = 3) -> Seen:
+    """What `look` saw of a system; where this machine cannot run it, what results/systems.json
+    has of it, with "recorded" set, and lines that say so.
+
+    gib: how much memory has to be free.
+    """
+    try:
+        if available_memory() < gib * 2**30:
+            reason = f"it wants {gib:g} GiB of free memory"
+        else:
+            return look()
+    except environments.EnvironmentMissing as missing:
+        reason = str(missing).partition(":")[0]
+    found = systems.seen_on("cpu")[name]
+    print(f"NOT RUN HERE: {reason}")
+    print(f"As recorded with {name} {found['version']} ({found['hardware']}, {found['date']}):")
+    print(f"(the question of {len(PROMPT)} tokens, again and again)")
+    print(f"    {systems.told(found['seen'])}")
+    return {**found["seen"], "recorded": True}
+
+
+# Who decides, owns, moves, consumes; the numbers in braces are those that a system's look gave.
+_VERBS = {
+    "vLLM": (
+        "what runs; which blocks stay: {again} tokens found again",
+        "its pool: {after_reset} tokens left after a reset",
+        "no, its connectors do",
+        "**yes**",
+    ),
+    "HiCache": (
+        "what goes down and comes up",
+        "host memory; files: {after_reset} tokens left after a reset",
+        "between its tiers",
+        "no, SGLang does",
+    ),
+    "LMCache": (
+        "which chunks are kept and offered",
+        "host memory and files: {after_reset} tokens left after a reset",
+        "between engine, host and files",
+        "no",
+    ),
+    "Mooncake Store": (
+        "where an object goes, which is evicted",
+        "lent memory: {objects} objects after vLLM's end",
+        "no, the Transfer Engine does",
+        "no",
+    ),
+    "Mooncake Transfer Engine": (
+        "nothing",
+        "nothing",
+        "{bytes} bytes, the same: {same_bytes}",
+        "no",
+    ),
+    "NIXL": (
+        "nothing",
+        "nothing",
+        "{transferred} tokens, {computed_by_decode} of them computed again",
+        "no",
+    ),
+    "SGLang pair": (
+        "its router: which two sides",
+        "a pool on each side",
+        "by the Transfer Engine",
+        "both sides: {computed_by_prefill} and {computed_by_decode} prompt tokens computed",
+    ),
+    "sglang-router": (
+        "which replica: {round_robin} tokens found in turn, {cache_aware} by prefix",
+        "nothing",
+        "no",
+        "no",
+    ),
+}
+
+
+def table(reports: Mapping[str, Seen]) -> str:
+    """Who decides, owns, moves and consumes, in Markdown, from what each system reported."""
+    device = environments.device()
+    version = {system.name: system.version(device) for system in systems.SYSTEMS}
+    rows = ["| | decides | owns | moves | consumes |", "|---|---|---|---|---|"]
+    for name, cells in _VERBS.items():
+        seen = reports[name]
+        said = {key: str(v) if isinstance(v, bool) else f"{v:,}" for key, v in seen.items()}
+        mark = " (recorded, not run here)" if "recorded" in seen else ""
+        told = " | ".join(cell.format(**said) for cell in cells)
+        rows.append(f"| {name} {version[name]}{mark} | {told} |")
+    return "\n".join(rows)
