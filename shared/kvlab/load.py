@@ -16,17 +16,20 @@ after Ctrl-C what was measured is there, and what was not yet due is counted as 
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import resource
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
 
 import aiohttp
 
 from kvlab.engines.generating import Wire
-from kvlab.engines.protocol import Chunk
+from kvlab.engines.protocol import Chunk, EngineError
 from kvlab.progress import Line
 from kvlab.workloads import Workload
 
@@ -62,7 +65,8 @@ class Outcome:
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     failure: str = ""
-    """Why there is no whole answer: "timeout", "refused: ...", "broke off: ...", "stopped"."""
+    """Why there is no whole answer: "timeout", "refused: ...", "broke off: ...", "short: ...",
+    "not understood: ...", "stopped"."""
 
     @property
     def ok(self) -> bool:
@@ -98,8 +102,15 @@ def send(
     timeout: seconds after which a request counts as failed, from when it was sent. block_size: of
     the unlimited cache in the manifest; the engine's own, to compare it with. options: as for the
     engine's generate(); each request asks for its own max_tokens and goes on to that length.
-    Raises EngineError if a request cannot be written at all; nothing was sent then.
+    Raises EngineError if a request cannot be written at all, ValueError for a timeout that is none
+    or moments that are not in order; nothing was sent then.
     """
+    if not timeout > 0:
+        raise ValueError(f"timeout is a time in seconds, more than 0, and not {timeout!r}.")
+    moments = [request.at for request in workload.requests]
+    if not all(before <= after for before, after in pairwise([0.0, *moments])):
+        raise ValueError("Requests have to be in the order of their moments, from 0 on.")
+    _raise_file_limit(len(moments))
     # Log-probabilities nobody asks for in production, and they cost time in every step.
     asked: dict[str, Any] = {"ignore_eos": True, "logprobs": False}
     wires = [
@@ -109,19 +120,35 @@ def send(
     sending = _Sending(wires, workload, timeout)
     thread = threading.Thread(target=sending.run, name="load", daemon=True)
     with Line(f"{len(wires)} requests") as line:
-        thread.start()
         try:
+            thread.start()
             while thread.is_alive():
                 thread.join(0.2)
                 line.tick(lambda _: f"{len(sending.raw)} sent, {sending.done} done")
         except KeyboardInterrupt:
             sending.stop()
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
             print(f"Stopped: {len(sending.raw)} of {len(wires)} requests were sent.")
     if sending.error is not None:
         raise sending.error
     outcomes = [_read(target, raw) for raw in sorted(sending.raw, key=lambda raw: raw[0].index)]
+    for outcome in outcomes:
+        wanted = options.get("max_tokens", workload.requests[outcome.index].output)
+        if outcome.ok and options.get("ignore_eos", True) and sum(outcome.tokens) < wanted:
+            # Less work than was asked for is no better latency. (vLLM cuts at max_model_len.)
+            outcome.failure = f"short: {sum(outcome.tokens)} of {wanted} tokens"
     return Run(outcomes, len(wires), workload.manifest(block_size), sending.zero)
+
+
+def _raise_file_limit(connections: int) -> None:
+    """Let this process have a socket for each request at once, as far as the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + 200
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(hard, wanted)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 Raw = tuple[Outcome, list[tuple[float, bytes]]]
@@ -140,6 +167,7 @@ class _Sending:
         self.raw: list[Raw] = []
         self.done = 0
         self.zero = 0.0
+        self._stopped = False
         self.error: BaseException | None = None
 
     def run(self) -> None:
@@ -151,6 +179,7 @@ class _Sending:
             self.error = error
 
     def stop(self) -> None:
+        self._stopped = True  # also before there is a loop
         if self._loop is not None and self._main is not None:
             self._loop.call_soon_threadsafe(self._main.cancel)
 
@@ -165,6 +194,8 @@ class _Sending:
             self.zero = time.perf_counter() + _LEAD
             # The workload is in the order of arrival; what is due at the same time keeps it.
             for index, request in enumerate(self._requests):
+                if self._stopped:
+                    break
                 wait = self.zero + request.at - time.perf_counter()
                 if wait > 0:
                     await asyncio.sleep(wait)
@@ -187,11 +218,15 @@ class _Sending:
                         events.append((time.perf_counter() - zero, line[6:]))
         except TimeoutError:
             outcome.failure = "timeout"
-        except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: an endless line
-            outcome.failure = f"broke off: {type(error).__name__} {error}"
         except asyncio.CancelledError:
             outcome.failure = "stopped"
             raise
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # this process is at fault
+                raise
+            outcome.failure = f"broke off: {type(error).__name__} {error}"
+        except Exception as error:  # whatever a server sends: one odd answer harms no other
+            outcome.failure = f"broke off: {type(error).__name__} {str(error)[:200]}"
         finally:
             outcome.ended = time.perf_counter() - zero
             self.done += 1
@@ -211,7 +246,7 @@ def _read(target: Target, raw: Raw) -> Outcome:
                 continue
             event = json.loads(data)
             if "error" in event:
-                error = str(event["error"])[:300]
+                error = f"refused: {str(event['error'])[:300]}"
                 return
             yield event
 
@@ -226,13 +261,13 @@ def _read(target: Target, raw: Raw) -> Outcome:
                 finished = chunk.finish_reason
                 outcome.prompt_tokens = chunk.prompt_tokens
                 outcome.cached_tokens = chunk.cached_tokens
-    except (ValueError, LookupError, TypeError) as wrong:
-        error = f"not understood: {type(wrong).__name__} {wrong}"
+    except EngineError as refused:
+        error = f"refused: {refused}"
+    except Exception as wrong:  # an answer in another form, or a hostile one
+        error = f"not understood: {type(wrong).__name__} {str(wrong)[:200]}"
     if not outcome.failure:
         if error:
-            outcome.failure = f"refused: {error}"
+            outcome.failure = error
         elif finished is None:
             outcome.failure = "broke off: the stream ended before the answer did"
-        elif finished == "abort":
-            outcome.failure = "aborted by the server"
     return outcome

@@ -170,7 +170,7 @@ class Objectives:
     def met(self, one: Outcome) -> bool:
         """A failed request meets none. One without a figure (a single token has no TPOT) cannot
         have missed it."""
-        if not one.ok:
+        if not one.ok or not one.times:
             return False
         for limit, what in ((self.ttft, ttft), (self.tpot, tpot), (self.end_to_end, end_to_end)):
             found = what(one)
@@ -202,7 +202,7 @@ class Goodput:
 def goodput(run: Run, objectives: Objectives) -> Goodput:
     good = sum(objectives.met(one) for one in run.outcomes)
     return Goodput(
-        good / seconds(run) if run.outcomes else 0.0,
+        good / seconds(run) if good else 0.0,
         good / len(run.outcomes) if run.outcomes else 0.0,
     )
 
@@ -245,7 +245,7 @@ def hits(outcomes: Iterable[Outcome]) -> Hits:
     pairs = [
         (one.prompt_tokens, one.cached_tokens)
         for one in outcomes
-        if one.ok and one.prompt_tokens is not None and one.cached_tokens is not None
+        if one.ok and one.prompt_tokens and one.cached_tokens is not None
     ]
     return Hits(
         prompt_tokens=sum(prompt for prompt, _ in pairs),

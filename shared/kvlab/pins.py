@@ -8,6 +8,7 @@ its line in the .in file; to move all, delete the .txt file first.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -150,14 +151,18 @@ def start_trial(name: str, device: str, instead: Sequence[str]) -> list[str]:
     Raises SetupError where they do not go together, or are no versions.
     """
     for line in instead:
-        if "==" not in line:
+        _of(line)  # refuses what is no requirement
+        if not re.fullmatch(r"[\w.-]+==[\w.+!]+", line.strip()):
             raise SetupError(f"{line!r} names no version: write it as package==version.")
     lines = resolve(f"{name}-{device}", instead)
     course = (FOLDER / f"{name}-{device}.txt").read_text().splitlines()
+    moved = [line for line in lines if line not in course]
+    if not moved:
+        raise SetupError(f"The course's pins of {name} say the same: there is nothing to try.")
     trial = environments.trial(name, device)
     trial.parent.mkdir(exist_ok=True)
     trial.write_text("\n".join(lines) + "\n")
-    return [line for line in lines if line not in course]
+    return moved
 
 
 def end_trial(name: str, device: str) -> bool:

@@ -89,7 +89,7 @@ def load(path: Path) -> dict[str, Any]:
     """A result file. Raises SetupError for what is none."""
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SetupError(f"{path} is no result file: {error}") from error
     if not isinstance(found, dict) or not set(_NO_CONDITION) < found.keys():
         raise SetupError(f"{path} is no result file: it has no {', '.join(_NO_CONDITION)}.")
@@ -113,15 +113,17 @@ def side_by_side(
     a: dict[str, Any], b: dict[str, Any], subject: Sequence[str]
 ) -> list[tuple[str, float, float]]:
     """The numbers of two results, (name, a, b), where their conditions differ in nothing but
-    `subject`: names of conditions, or beginnings of such names.
+    `subject`: names of conditions, such as "conditions.flags", or of all below, "conditions".
 
     Raises NotComparable that names the others.
     """
     others = [
         f"{name}: {there!r} and {here!r}"
         for name, there, here in differences(a, b)
-        if not name.startswith(tuple(subject))
+        if not any(name == of or (of and name.startswith(f"{of}.")) for of in subject)
     ]
+    if a["what"] != b["what"]:
+        others.insert(0, f"what was measured: {a['what']!r} and {b['what']!r}")
     if others:
         raise NotComparable(
             "These results are not compared, for they differ in\n  "
@@ -129,17 +131,21 @@ def side_by_side(
             + "\nIf one of these is what you compare, name it: --subject NAME."
         )
     one, two = _flat(a["values"]), _flat(b["values"])
-    return [
+    rows = [
         (name[1:], one[name], two[name])
         for name in one
         if all(isinstance(x.get(name), int | float) for x in (one, two))
         and not isinstance(one[name], bool)
     ]
+    if not rows:
+        raise NotComparable("These results have no number in common.")
+    return rows
 
 
 def print_result(path: Path) -> None:
     """Print one result file."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     found = load(path)
@@ -148,7 +154,7 @@ def print_result(path: Path) -> None:
     table.add_column("", overflow="fold")
     for part in ("host", "versions", "conditions", "values"):
         for name, value in _flat(found.get(part, {})).items():
-            table.add_row(part + name, str(value))
+            table.add_row(escape(part + name), escape(str(value)))
         table.add_section()
     Console().print(table)
 

@@ -41,6 +41,10 @@ VOCABULARY = 250
 """Ids that are drawn lie below: every model of the course knows them."""
 
 
+_LONGEST = 10_000_000
+"""Tokens of a prompt that a trace may have: ten times what any model takes."""
+
+
 class WorkloadError(ValueError):
     """A workload that cannot be drawn, or a trace that cannot be read; the message says why."""
 
@@ -331,13 +335,21 @@ def make(
     """Draw `count` requests. Arrivals, prompts and outputs have generators of their own, so that
     changing one of them leaves the others as they were. Raises WorkloadError."""
     _positive("count", count)
-    when, what, how_long = (np.random.default_rng([seed, part]) for part in range(3))
-    parts = zip(
-        arrivals.times(count, when),
-        prompts.draw(count, what),
-        outputs.draw(count, how_long),
-        strict=True,
-    )
+    try:
+        when, what, how_long = (np.random.default_rng([seed, part]) for part in range(3))
+        times, drawn = arrivals.times(count, when), prompts.draw(count, what)
+        lengths = outputs.draw(count, how_long)
+    except WorkloadError:
+        raise
+    except (ValueError, TypeError, ArithmeticError) as error:  # numpy's, of a spread below 0, say
+        raise WorkloadError(f"This cannot be drawn: {error}.") from error
+    if not all(math.isfinite(at) and at >= 0 for at in times) or times != sorted(times):
+        raise WorkloadError("These arrivals give moments that are none, or not in order.")
+    if not all(isinstance(length, int) and length >= 1 for length in lengths):
+        raise WorkloadError("These outputs give lengths that are no whole numbers from 1 on.")
+    if not all(prompt.tokens for prompt in drawn):
+        raise WorkloadError("These prompts are empty.")
+    parts = zip(times, drawn, lengths, strict=True)
     made_by = {"seed": seed, "count": count}
     for name, part in (("arrivals", arrivals), ("prompts", prompts), ("outputs", outputs)):
         made_by[name] = _told(part)
@@ -402,11 +414,14 @@ def read(path: Path) -> list[TraceRequest]:
     Raises WorkloadError that names the line.
     """
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        # Some tools write a byte order mark in front.
+        with Path(path).open(encoding="utf-8-sig", newline="") as file:
             first = file.readline()
             file.seek(0)
             if first.lstrip().startswith("{"):
-                rows = [_mooncake(line, f"{path}:{i}") for i, line in enumerate(file, 1)]
+                rows = [
+                    _mooncake(line, f"{path}:{i}") for i, line in enumerate(file, 1) if line.strip()
+                ]
             elif "ContextTokens" in first or "num_prefill_tokens" in first:
                 table = csv.DictReader(file)
                 rows = [_csv(row, f"{path}:{table.line_num}") for row in table]
@@ -415,7 +430,7 @@ def read(path: Path) -> list[TraceRequest]:
                     f"{path}: neither JSON lines as Mooncake has them, nor a CSV with the columns "
                     "of Azure or vidur."
                 )
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise WorkloadError(f"{path} cannot be read: {error}") from error
     if not rows:
         raise WorkloadError(f"{path} holds no request.")
@@ -433,9 +448,9 @@ def _mooncake(line: str, where: str) -> TraceRequest:
             output=int(row["output_length"]),
             blocks=tuple(map(int, row["hash_ids"])),
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise WorkloadError(f"{where}: {type(error).__name__} {error}") from error
-    if found.input < 1 or found.output < 0 or min(found.blocks, default=0) < 0:
+    if not 1 <= found.input <= _LONGEST or found.output < 0 or min(found.blocks, default=0) < 0:
         raise WorkloadError(f"{where}: a length or a hash id that cannot be.")
     if not math.isfinite(found.at):
         raise WorkloadError(f"{where}: {found.at} is no moment.")
@@ -452,12 +467,15 @@ def _csv(row: dict[str, str], where: str) -> TraceRequest:
             # seven digits of a second, of which datetime takes six
             moment = datetime.datetime.fromisoformat(row["TIMESTAMP"][:26])
             at = moment.replace(tzinfo=datetime.UTC).timestamp()
-            return TraceRequest(at, int(row["ContextTokens"]), int(row["GeneratedTokens"]))
-        return TraceRequest(
-            float(row["arrived_at"]), int(row["num_prefill_tokens"]), int(row["num_decode_tokens"])
-        )
-    except (ValueError, KeyError, TypeError) as error:
+            lengths = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+        else:
+            at = float(row["arrived_at"])
+            lengths = int(row["num_prefill_tokens"]), int(row["num_decode_tokens"])
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise WorkloadError(f"{where}: {type(error).__name__} {error}") from error
+    if not (math.isfinite(at) and 1 <= lengths[0] <= _LONGEST and lengths[1] >= 0):
+        raise WorkloadError(f"{where}: a moment or a length that cannot be.")
+    return TraceRequest(at, *lengths)
 
 
 def from_trace(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from engine_help import need
 
 from kvlab.engines import sglang_tree, vllm_blocks
+from kvlab.engines.protocol import EngineError
 from kvlab.engines.sglang_tree import SGLangTree, Sizes
 from kvlab.engines.vllm_blocks import VLLMBlocks
 from kvlab.engines.worker import Refused
@@ -72,8 +74,21 @@ def test_vllm_refuses_what_does_not_fit(manager: VLLMBlocks) -> None:
     assert manager.allocate("a", 8)
     assert not manager.allocate("a", 12)
     assert len(manager.table("a")) == 2
-    with pytest.raises(Refused, match="nobody"):
+    with pytest.raises(Refused, match="no request 'nobody'"):
         manager.allocate("nobody", 1)
+    for count in (-5, 0, 13):
+        with pytest.raises(Refused):
+            manager.allocate("a", count)
+    with pytest.raises(Refused, match="already"):
+        manager.add("a", [1])
+    for shape in ((0, 4), (11, 0), (11, -4)):
+        with pytest.raises(Refused):
+            manager.make(*shape)
+    assert len(manager.table("a")) == 2  # what there was is still there
+    manager.add("numpy", np.arange(5))  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match="cannot be asked"):
+        manager.call("add", name={1}, tokens=[], salt=None)
+    assert manager.match("numpy") == 4
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +112,25 @@ def test_sglang_splits_locks_and_evicts(tree: SGLangTree, core: sglang_tree.Core
     tree.unlock("a")
     assert tree.evict(9) == 6
     assert tree.sizes() == Sizes(evictable=0, protected=0, free=64)
+
+
+def test_sglangs_tree_refuses_and_keeps_what_it_has(tree: SGLangTree) -> None:
+    tree.make(16)
+    tree.publish([1, 2, 3, 4])
+    for size, page_size in ((16, 0), (16, 5), (16, 32), (0, 1)):
+        with pytest.raises(Refused, match="no whole number of pages"):
+            tree.make(size, page_size=page_size)
+    with pytest.raises(Refused, match="no core"):
+        tree.make(16, core="nosuch")  # type: ignore[arg-type]
+    tree.lock("a", [1, 2, 3, 4])
+    with pytest.raises(Refused, match="already"):
+        tree.lock("a", [1, 2])
+    with pytest.raises(Refused, match="priority"):
+        tree.publish([5, 6], priority=1.5)  # type: ignore[arg-type]
+    assert tree.sizes() == Sizes(evictable=0, protected=4, free=12)
+    tree.unlock("a")
+    with pytest.raises(Refused, match="holds no lock"):
+        tree.unlock("a")
 
 
 def test_sglangs_trees_agree_with_one_another(tree: SGLangTree) -> None:

@@ -98,9 +98,24 @@ def test_a_trial_counts_in_this_checkout_until_it_ends(tmp_path, monkeypatch):
     assert pins.end_trial("router", "cpu")
     assert environments.key("router", "cpu") == before
     assert not pins.end_trial("router", "cpu")
+    course = environments.pins("router", "cpu").read_text().splitlines()
+    monkeypatch.setattr(pins, "resolve", lambda *words: course)
+    with pytest.raises(SetupError, match="nothing to try"):
+        pins.start_trial("router", "cpu", ["sglang-router==0.3.2"])
 
 
-@pytest.mark.parametrize("line", ["sglang-router", "sglang-router>=0.4", "-r other.txt", "a b==1"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "sglang-router",
+        "sglang-router>=0.4",
+        "-r other.txt",
+        "a b==1",
+        "a==1; python_version<'3'",
+        "a[b]==1",
+        "a==1.*",
+    ],
+)
 def test_a_trial_names_versions(line, tmp_path, monkeypatch):
     monkeypatch.setattr(environments, "TRIALS", tmp_path / "trials")
     with pytest.raises(SetupError, match=r"names no version|is no requirement"):

@@ -89,6 +89,12 @@ def test_two_results_that_differ_in_more_are_not(changes):
     with pytest.raises(report.NotComparable):
         report.side_by_side(result(), result(conditions_flags="2", **changes), ["conditions.flags"])
     assert report.side_by_side(result(), result(), [])
+    with pytest.raises(report.NotComparable, match="what was measured"):
+        report.side_by_side(result(), result() | {"what": "another"}, [])
+    with pytest.raises(report.NotComparable):
+        report.side_by_side(result(), result(host_cores=4), ["", "h"])
+    with pytest.raises(report.NotComparable, match="no number in common"):
+        report.side_by_side(result(), result() | {"values": {"other": 1}}, [])
 
 
 def test_show_prints_or_says_why_not(tmp_path, capsys):

@@ -73,7 +73,9 @@ def test_values_and_bytes_come_and_go(calculator: Calculator) -> None:
 
 
 def test_an_error_is_told_and_the_next_call_works(calculator: Calculator) -> None:
-    with pytest.raises(Refused, match="calculator: nothing there") as error:
+    with pytest.raises(
+        Refused, match="calculator refused fail: LookupError: nothing there"
+    ) as error:
         calculator.call("fail", text="nothing there")
     assert error.value.kind == "LookupError"
     assert "nothing there" in calculator.log.read_text()  # with its traceback

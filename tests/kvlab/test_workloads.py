@@ -146,6 +146,13 @@ def test_the_manifest_says_what_was_sent() -> None:
         {"prompts": w.HotSet(3, 4, 0.5, 10, 8, w.Fixed(4))},
         {"prompts": w.HotSet(3, 1, 1.5, 10, 8, w.Fixed(4))},
         {"prompts": w.Chats(0, 8, w.Fixed(4), w.Fixed(4))},
+        {"prompts": w.Families(2, -1, w.Fixed(4))},
+        {"arrivals": w.Gamma(1, float("nan"))},
+        {"arrivals": w.OnOff(1, 1, -5)},
+        {"outputs": w.Observed((-3, 0))},
+        {"outputs": w.LogNormal(10, -1, 20)},
+        {"outputs": w.Fixed(2.5)},  # type: ignore[arg-type]
+        {"seed": -1},
     ],
 )
 def test_what_cannot_be_drawn_is_refused(changes: dict[str, object]) -> None:
@@ -192,6 +199,12 @@ def test_mooncakes_form(tmp_path: Path) -> None:
     assert small.manifest()["made_by"]["shrink"] == 32
 
 
+def test_a_byte_order_mark_a_blank_line_and_another_order_are_read(tmp_path: Path) -> None:
+    lines = MOONCAKE.splitlines()
+    path = written(tmp_path, "\ufeff" + "\r\n".join([lines[2], "", *lines[:2], ""]))
+    assert [(row.at, row.input) for row in w.read(path)] == [(0, 1200), (0, 700), (3.5, 1300)]
+
+
 def test_azures_and_vidurs_form(tmp_path: Path) -> None:
     rows = w.read(written(tmp_path, AZURE))
     assert [(row.input, row.output) for row in rows] == [(4808, 10), (3180, 8)]
@@ -213,6 +226,9 @@ def test_azures_and_vidurs_form(tmp_path: Path) -> None:
         (MOONCAKE + "{broken\n", r"trace:4: JSONDecodeError"),
         (MOONCAKE.replace("[0, 3]", "[0]"), "trace:2: 700 tokens are not 1 blocks"),
         (AZURE + "yesterday,1,2\n", r"trace:4: ValueError"),
+        (AZURE + "2023-11-16 18:17:05,-1,2\n", "trace:4: a moment or a length"),
+        (MOONCAKE.replace("1000,", "1" + "0" * 400 + ",", 1), "trace:1: OverflowError"),
+        (MOONCAKE.replace("[0, 3]", "[0, -3]"), "trace:2: a length or a hash id"),
         (AZURE.splitlines()[0], "holds no request"),
     ],
 )

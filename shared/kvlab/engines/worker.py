@@ -89,9 +89,13 @@ class Worker(System):
         with self._calling:
             if self._socket is None:
                 raise EngineError(f"{self.name} is stopped. Start it again with restart().")
+            try:
+                message = calls.packed({"call": function, "arguments": arguments})
+            except (TypeError, ValueError) as error:
+                raise EngineError(f"{self.name} cannot be asked that: {error}.") from None
             self._socket.settimeout(timeout)
             try:
-                calls.send(self._socket, {"call": function, "arguments": arguments})
+                self._socket.sendall(message)
                 answer = calls.receive(self._socket)
             except TimeoutError:
                 self.stop()
@@ -113,5 +117,6 @@ class Worker(System):
                 self.stop()
                 raise
         if "error" in answer:
-            raise Refused(f"{self.name}: {answer['error']}", answer["kind"], self.log)
+            said = f"{answer['kind']}: {answer['error']}"
+            raise Refused(f"{self.name} refused {function}: {said}", answer["kind"], self.log)
         return answer["result"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import operator
 import socket
 import sys
 import traceback
@@ -20,10 +21,12 @@ SOCKET = "calls.socket"
 """The socket's name in the folder of the run, which is where the program is started."""
 
 
-def send(line: socket.socket, message: Any) -> None:
-    """Send one message; bytes in it travel as base64."""
-    text = json.dumps(message, default=_packed)
-    line.sendall(text.encode() + b"\n")
+def packed(message: Any) -> bytes:
+    """A message as it is sent; bytes in it travel as base64, numpy's numbers as plain ones.
+
+    Raises TypeError for what cannot be sent.
+    """
+    return json.dumps(message, default=_packed).encode() + b"\n"
 
 
 def receive(line: socket.socket) -> Any:
@@ -41,6 +44,8 @@ def receive(line: socket.socket) -> Any:
 def _packed(value: Any) -> Any:
     if isinstance(value, (bytes, bytearray, memoryview)):
         return {_BYTES: base64.b64encode(value).decode()}
+    if hasattr(value, "__index__"):  # numpy's whole numbers
+        return operator.index(value)
     raise TypeError(f"{type(value).__name__} cannot be sent")
 
 
@@ -68,9 +73,10 @@ def serve(functions: Mapping[str, Callable[..., Any]]) -> None:
             except (EOFError, OSError):
                 return
             try:
-                answer = {"result": functions[asked["call"]](**asked["arguments"])}
-                text = json.dumps(answer, default=_packed)
+                if asked["call"] not in functions:
+                    raise LookupError(f"there is no function {asked['call']}")
+                answer = packed({"result": functions[asked["call"]](**asked["arguments"])})
             except Exception as error:
                 traceback.print_exc(file=sys.stderr)
-                text = json.dumps({"error": str(error), "kind": type(error).__name__})
-            line.sendall(text.encode() + b"\n")
+                answer = packed({"error": str(error), "kind": type(error).__name__})
+            line.sendall(answer)

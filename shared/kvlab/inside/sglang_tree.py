@@ -35,7 +35,10 @@ class Tree:
 
     def make(self, size: int, page_size: int, core: str, policy: str) -> None:
         """A new tree, empty, over `size` free slots. core: "python", "rust" or "old"."""
-        self.page_size = page_size
+        if not (page_size >= 1 and size >= page_size and size % page_size == 0):
+            raise ValueError(f"{size} slots are no whole number of pages of {page_size}")
+        if core not in ("python", "rust", "old"):
+            raise ValueError(f"there is no core {core!r}")
         kv = MHATokenToKVPool(
             size=size,
             page_size=page_size,
@@ -47,9 +50,9 @@ class Tree:
             enable_memory_saver=False,
         )
         if page_size == 1:
-            self.pool = TokenToKVPoolAllocator(size, torch.float32, "cpu", kv, need_sort=False)
+            pool = TokenToKVPoolAllocator(size, torch.float32, "cpu", kv, need_sort=False)
         else:
-            self.pool = PagedTokenToKVPoolAllocator(
+            pool = PagedTokenToKVPoolAllocator(
                 size, page_size, torch.float32, "cpu", kv, need_sort=False
             )
         params: dict[str, Any] = {
@@ -57,15 +60,17 @@ class Tree:
             "req_to_token_pool": ReqToTokenPool(
                 size=1, max_context_len=size, device="cpu", enable_memory_saver=False
             ),
-            "token_to_kv_pool_allocator": self.pool,
+            "token_to_kv_pool_allocator": pool,
             "page_size": page_size,
             "eviction_policy": policy,
         }
         if core == "old":
-            self.tree = RadixCache(CacheInitParams(**params))
+            tree = RadixCache(CacheInitParams(**params))
         else:
             params |= {"tree_components": (ComponentType.FULL,), "tree_core_backend": core}
-            self.tree = UnifiedRadixCache(CacheInitParams(**params))
+            tree = UnifiedRadixCache(CacheInitParams(**params))
+        # All of it, or, where something was refused, what there was.
+        self.page_size, self.pool, self.tree = page_size, pool, tree
         self.locks: dict[str, tuple[Any, Any]] = {}
 
     def _match(self, tokens: list[int], salt: str | None) -> tuple[int, Any]:
@@ -77,6 +82,8 @@ class Tree:
 
     def publish(self, tokens: list[int], salt: str | None, priority: int) -> int | None:
         """What a finished request does with the KV of its full pages; None: too few free slots."""
+        if not isinstance(priority, int) or abs(priority) >= 1 << 63:
+            raise ValueError(f"priority is a whole number, and not {priority!r}")
         whole = tokens[: len(tokens) // self.page_size * self.page_size]
         cached, node = self._match(whole, salt)
         new = self.pool.alloc(len(whole) - cached)
@@ -94,11 +101,15 @@ class Tree:
         return cached
 
     def lock(self, name: str, tokens: list[int], salt: str | None) -> int:
+        if name in self.locks:
+            raise ValueError(f"{name!r} holds a lock already: unlock it first")
         cached, node = self._match(tokens, salt)
         self.locks[name] = (node, self.tree.inc_lock_ref(node))
         return cached
 
     def unlock(self, name: str) -> None:
+        if name not in self.locks:
+            raise LookupError(f"{name!r} holds no lock")
         node, receipt = self.locks.pop(name)
         self.tree.dec_lock_ref(node, receipt.to_dec_params())
 
@@ -108,6 +119,7 @@ class Tree:
     def reset(self) -> None:
         self.tree.reset()
         self.pool.clear()
+        self.locks.clear()
 
     def sizes(self) -> dict[str, int]:
         return {

@@ -26,6 +26,8 @@ class Blocks:
 
     def make(self, num_blocks: int, block_size: int) -> None:
         """A new manager, its pool empty; block 0 is the null block."""
+        _whole(num_blocks, "num_blocks", 2)
+        _whole(block_size, "block_size", 1)
         init_none_hash(sha256_cbor)
         attention = FullAttentionSpec(
             block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32
@@ -46,6 +48,10 @@ class Blocks:
         self.requests: dict[str, Request] = {}
 
     def add(self, name: str, tokens: list[int], salt: str | None) -> None:
+        if name in self.requests:
+            raise ValueError(f"there is a request {name!r} already: free it first")
+        for token in tokens:
+            _whole(token, "a token", 0)
         self.requests[name] = Request(
             name,
             tokens,
@@ -56,16 +62,21 @@ class Blocks:
         )
 
     def append(self, name: str, token: int) -> None:
-        self.requests[name].append_output_token_ids(token)
+        _whole(token, "a token", 0)
+        self._known(name).append_output_token_ids(token)
 
     def match(self, name: str) -> int:
-        return self.manager.get_computed_blocks(self.requests[name])[1]
+        return self.manager.get_computed_blocks(self._known(name))[1]
 
     def allocate(self, name: str, count: int, must_fit: bool) -> bool:
-        request = self.requests[name]
+        request = self._known(name)
+        _whole(count, "count", 1)
         hits, hit_tokens = None, 0
         if request.num_computed_tokens == 0:
             hits, hit_tokens, _ = self.manager.get_computed_blocks(request)
+        left = request.num_tokens - request.num_computed_tokens - hit_tokens
+        if count > left:
+            raise ValueError(f"{name!r} has {left} tokens left to compute, not {count}")
         new = self.manager.allocate_slots(
             request, count, hit_tokens, hits, full_sequence_must_fit=must_fit
         )
@@ -75,11 +86,17 @@ class Blocks:
         return True
 
     def table(self, name: str) -> list[int]:
-        ids: list[int] = self.manager.get_block_ids(name)[0]
+        ids: list[int] = self.manager.get_block_ids(self._known(name).request_id)[0]
         return ids
 
     def free(self, name: str) -> None:
-        self.manager.free(self.requests.pop(name))
+        self.manager.free(self._known(name))
+        del self.requests[name]
+
+    def _known(self, name: str) -> Request:
+        if name not in self.requests:
+            raise LookupError(f"there is no request {name!r}: add it first")
+        return self.requests[name]
 
     def reset(self) -> bool:
         done: bool = self.manager.reset_prefix_cache()
@@ -95,6 +112,12 @@ class Blocks:
 
     def events(self) -> list[dict[str, Any]]:
         return [told(event) for event in self.manager.take_events()]
+
+
+def _whole(value: Any, what: str, least: int) -> None:
+    """Raise ValueError unless it is a whole number, not below `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{what} is a whole number from {least} on, and not {value!r}")
 
 
 def told(event: Any) -> dict[str, Any]:
