@@ -141,9 +141,9 @@ def test_counters_are_read_until_they_rest() -> None:
 
 
 def test_sglangs_sources() -> None:
-    head = 'sglang:cached_tokens_total{cache_source="%s"}'
-    counted = measure.Counted({head % "device": 384.0, head % "host": 16.0, "other_total": 1.0})
-    assert counted.by_source() == {"device": 384, "host": 16}
+    head = 'sglang:prefill_effective_tokens_total{mode="%s"}'
+    counted = measure.Counted({head % "device_hit": 384.0, head % "input": 16.0, "x_total": 1.0})
+    assert counted.by_source() == {"device_hit": 384, "input": 16}
 
 
 def test_a_summary_is_json_and_says_what_does_not_carry() -> None:

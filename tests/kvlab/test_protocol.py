@@ -21,7 +21,7 @@ TOKENS = list(range(1000, 1200))
 COUNTED = {
     "MiniKV": ("minikv:token_forwards_total", 201),
     "VLLM": ("vllm:prompt_tokens_total", 200),
-    "SGLang": ("sglang:prompt_tokens_total", 200),
+    "SGLang": ("sglang:prefill_effective_tokens_total", 200),
 }
 
 
