@@ -273,7 +273,7 @@ class Counted:
 
     def by_source(self) -> dict[str, int]:
         """Prompt tokens by where their KV came from, as the engine itself counts them: vLLM's
-        prompt_tokens_by_source (0.32.0), SGLang's prefill_effective_tokens (0.5.23). Empty for others."""
+        prompt_tokens_by_source (0.32.0), SGLang's prefill_effective_tokens (0.5.23). Else empty."""
         pattern = re.compile(
             r"(?:vllm:prompt_tokens_by_source_total\{source|"
             r'sglang:prefill_effective_tokens_total\{mode)="(\w+)"\}'
