@@ -71,5 +71,7 @@ def test_a_setting_that_the_dry_run_does_not_know_is_refused():
 
 
 def test_what_vllm_refuses_is_told():
-    with pytest.raises(EngineError, match=r"vLLM's Scheduler: .*max_tokens must be at least 1"):
+    with pytest.raises(
+        EngineError, match=r"vLLM's Scheduler refused run: .*max_tokens must be at least 1"
+    ):
         vllm_scheduler.dry_run([Arrival(id="a", prompt=3, output=0)])
