@@ -69,6 +69,8 @@ def _title(lab: str) -> str:
 
 
 def print_plan(role: str, hours: float) -> None:
+    if not 0 < hours < 1000:
+        raise SetupError(f"--hours is how long you have, such as 4, and not {hours:g}.")
     items = agenda(role, round(hours * 60))
     table = Table(title=f"{hours:g} hours for {role}", title_justify="left")
     for column in ("", "what", "kind"):

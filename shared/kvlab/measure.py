@@ -117,8 +117,8 @@ def percentile(
     """A percentile of all values, with an interval from the bootstrap. None without a value.
 
     Requests are drawn, not values. Avoids: the gaps of one answer taken for independent, which
-    makes an interval look ten times as narrow as it is. It takes the *requests* for independent,
-    and in a queue neighbours are not: under load the truth lies outside far more often than one
+    makes an interval look several times too narrow. It takes the *requests* for independent, and
+    in a queue neighbours are not: under load the truth lies outside far more often than one
     time in twenty. Only more runs, with other seeds, say how much two runs differ.
     """
     groups = [np.asarray(values, dtype=float) for values in by_request if len(values)]

@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from kvlab.install import Installer
 from kvlab.paths import SetupError, cache, lock, make_cache, need_room
@@ -53,6 +54,19 @@ def folder(model: str | Path) -> Path:
             raise ModelError(f"No model in {place}: there is no config.json.")
         return place
     return get(model)
+
+
+def config(folder: Path) -> dict[str, Any]:
+    """A model's config.json. Raises ModelError where it is not whole."""
+    place = folder / "config.json"
+    try:
+        found = json.loads(place.read_text())
+        if isinstance(found, dict) and "vocab_size" in found:
+            return found
+        wrong = "it names no vocab_size"
+    except (OSError, ValueError) as error:
+        wrong = str(error)
+    raise ModelError(f"{place} is no model's configuration ({wrong}): get the model anew.")
 
 
 def damage(folder: Path, deep: bool = False) -> str:

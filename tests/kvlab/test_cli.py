@@ -129,3 +129,17 @@ def test_clean_keeps_my_and_other_checkouts_kernels(checkout, own, capsys):
     assert not (checkout / ".venv").exists()
     assert (checkout / "my" / "00.ipynb").read_text() == "work"
     assert kernel.exists() != own
+
+
+@pytest.mark.parametrize("hours", ["nan", "inf", "0", "-2"])
+def test_a_plan_for_no_time_is_refused(hours):
+    done = _kvlab("plan", "--hours", hours)
+    assert done.returncode == 1
+    assert "--hours" in done.stderr + done.stdout
+
+
+@pytest.mark.parametrize("python", ["/bin/true", "/no/python"])
+def test_what_is_no_python_is_refused(python):
+    done = _kvlab("test-python", python)
+    assert done.returncode == 1
+    assert python in done.stderr + done.stdout

@@ -99,6 +99,13 @@ def test_tiny_random_has_text_and_varied_greedy_output(cache):
     assert len(set(output[0, len(ids) :].tolist())) > 24
 
 
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "\0" * 100])
+def test_a_damaged_configuration_is_told(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(models.ModelError, match="get the model anew"):
+        models.config(tmp_path)
+
+
 def test_without_a_network_a_hub_id_says_so(cache, monkeypatch):
     program = (
         "from kvlab import models\n"

@@ -119,6 +119,13 @@ def test_stop_leaves_nothing() -> None:
     engine.stop()  # a second time: nothing happens
 
 
+def test_two_threads_start_one_engine() -> None:
+    with StandIn() as engine, ThreadPoolExecutor(2) as pool:
+        pids = list(pool.map(lambda _: engine.start().pid, range(2)))
+        assert pids[0] == pids[1]
+        assert len(list((paths.make_cache("tmp")).glob("[0-9a-f]*"))) == 1
+
+
 def test_an_exception_in_the_with_block_stops_it() -> None:
     engine = StandIn().start()
     facts = engine.facts()

@@ -87,6 +87,13 @@ def test_an_error_is_told_and_the_next_call_works(calculator: Calculator) -> Non
     assert calculator.call("double", value=4) == 8
 
 
+@pytest.mark.parametrize("timeout", [0, -1, float("nan")])
+def test_no_time_is_refused(calculator: Calculator, timeout: float) -> None:
+    with pytest.raises(EngineError, match="above 0"):
+        calculator.call("double", value=1, timeout=timeout)
+    assert calculator.call("double", value=1) == 2
+
+
 def test_one_that_ends_says_why(calculator: Calculator) -> None:
     with pytest.raises(EngineError, match=r"ended during end: exit status 3") as error:
         calculator.call("end", code=3)

@@ -13,6 +13,8 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, overload
 
+import httpx
+
 from kvlab import environments
 from kvlab.engines.protocol import (
     Chunk,
@@ -34,6 +36,9 @@ class Wire:
     headers: dict[str, str]
     body: bytes
 
+
+_PATIENCE = httpx.Timeout(600, connect=5)
+"""For answers in one piece: they come after their last token."""
 
 # A port, an address with one, a path: they change from start to start and decide nothing.
 _PLACE = re.compile(r"(?:tcp://)?127\.0\.0\.1(?::\d+)?|(?<=port\": )\d+|(?<=\")/[^\"]*")
@@ -122,14 +127,17 @@ class GeneratingServer(Server):
     def ask(self, body: dict[str, Any]) -> dict[str, Any]:
         """The answer to a request, as JSON. Raises EngineError."""
         with self._talking() as http:
-            answer: dict[str, Any] = self._checked(http.post(self._path, json=body)).json()
+            found = http.post(self._path, json=body, timeout=_PATIENCE)
+            answer: dict[str, Any] = self._checked(found).json()
         return answer
 
     def stream_of(self, body: dict[str, Any]) -> Generator[Chunk]:
         """The answer to a request, as it comes. Raises EngineError."""
         with (
             self._talking() as http,
-            http.stream("POST", self._path, json=body | self._streamed) as answer,
+            http.stream(
+                "POST", self._path, json=body | self._streamed, timeout=_PATIENCE
+            ) as answer,
         ):
             yield from self.chunks(self._events(self._checked(answer).iter_lines()))
 

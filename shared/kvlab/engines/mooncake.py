@@ -15,7 +15,7 @@ also when it is given 127.0.0.1: see `kvlab.engines.transfer_engine`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -165,23 +165,17 @@ class Store(Worker):
         self.endpoint = ""
         """host:port at which its bytes are read and written; replicas() names it."""
 
-    def start(self) -> Self:
-        """Start the client and join the store. Raises EngineError."""
-        if self.is_alive:
-            return self
+    def _check_room(self) -> None:
         if not self._master.is_alive:  # setup would try for a minute and a half
             raise EngineError("The Mooncake master is stopped: restart() it first.")
-        super().start()
-        try:
-            code = self.call("setup", master=self._master.address, **self._bytes)
-            if code:
-                raise StoreError("The client could not join", code, self.log)
-            self.segment = self.call("name")
-            self.endpoint = self._data_endpoint()
-        except BaseException:
-            self.stop()
-            raise
-        return self
+
+    def _begin(self) -> None:
+        """Join the store."""
+        code = self.call("setup", master=self._master.address, **self._bytes)
+        if code:
+            raise StoreError("The client could not join", code, self.log)
+        self.segment = self.call("name")
+        self.endpoint = self._data_endpoint()
 
     def _data_endpoint(self) -> str:
         """Where its Transfer Engine listens: Mooncake tells it of an object's replicas only."""

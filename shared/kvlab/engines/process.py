@@ -318,6 +318,7 @@ class System:
         self._wanted_port = port
         """The first port, where its user chose one."""
         self._deadline = deadline
+        self._starting = threading.RLock()
         self._run: Run | None = None
         self._end: weakref.finalize[Any, Any] | None = None
         self.ports: dict[str, int] = {}
@@ -360,10 +361,15 @@ class System:
         """Start it and wait until it is ready.
 
         Raises EngineError if its port is taken, if it ends, or if it is not ready in time;
-        nothing of it is left then. One that runs stays as it is.
+        nothing of it is left then. One that runs stays as it is. A second thread that starts it
+        meanwhile waits, and finds it running.
         """
-        if self.is_alive:
-            return self
+        with self._starting:
+            if not self.is_alive:
+                self._start()
+        return self
+
+    def _start(self) -> None:
         self.stop()  # what may be left of one that died
         sweep()
         self._check_room()
@@ -379,7 +385,6 @@ class System:
             if self._wanted_port is not None:
                 raise EngineError(str(taken), taken.log) from None
             self._start_once()
-        return self
 
     def _start_once(self) -> None:
         self.ports = dict(zip(self._port_names, free_ports(len(self._port_names)), strict=True))

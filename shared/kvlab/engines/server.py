@@ -44,9 +44,9 @@ class Server(System):
         self._client = httpx.Client(
             base_url=self.url,
             headers={"Authorization": f"Bearer {TOKEN}"},
-            # Reading may take long: an answer that is not streamed comes after its last token.
-            # A dead server does not have to be waited for: its connection breaks at once.
-            timeout=httpx.Timeout(600, connect=5),
+            # A dead server does not have to be waited for: its connection breaks at once. A frozen
+            # one is known by its silence.
+            timeout=httpx.Timeout(120, connect=5),
             limits=httpx.Limits(max_connections=None),
             trust_env=False,  # no proxy between here and the loopback
         )

@@ -248,7 +248,7 @@ class SGLang(Native):
         """The model's folder."""
         self.model = self.folder.name if isinstance(model, Path) or Path(model).is_dir() else model
         super().__init__(f"with {self.model}", port=port, deadline=deadline)
-        self._vocabulary = int(json.loads((self.folder / "config.json").read_text())["vocab_size"])
+        self._vocabulary = int(models.config(self.folder)["vocab_size"])
         self._hicache = hicache
         self._flags = [
             *("--dtype", dtype),

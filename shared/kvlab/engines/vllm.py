@@ -498,7 +498,7 @@ def _weights(folder: Path) -> int:
 
 def _block_bytes(folder: Path, dtype: str, block_size: int) -> int:
     """Bytes of one KV block: K and V of every layer and KV head for block_size tokens."""
-    config = json.loads((folder / "config.json").read_text())
+    config = models.config(folder)
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     kv_heads = config.get("num_key_value_heads") or heads

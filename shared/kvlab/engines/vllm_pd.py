@@ -68,8 +68,9 @@ class VLLMPair(Pair[VLLM]):
     def generate(self, prompt: Prompt | Prompts, **options: Any) -> Completion | list[Completion]:
         """Complete one prompt, or several at the same time; options as `VLLM.generate` has them.
 
-        cached_tokens is what the decode side says, and it counts its own cache alone (0.32.0):
-        how much came from the prefill side, its metrics say (external_prefix_cache_hits_total).
+        cached_tokens is what the *prefill* side found in its own cache: the handoff carries that
+        figure over, and the decode side repeats it (0.32.0, vllm/v1/engine/output_processor.py).
+        What the decode side found or took over, its metrics say.
         """
         return complete(
             prompt,

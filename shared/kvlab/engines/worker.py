@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from kvlab.engines.process import Run, System
 from kvlab.engines.protocol import EngineError
@@ -46,16 +46,13 @@ class Worker(System):
     def _begin(self) -> None:
         """Make the first calls to a program that has just started; if one fails, it is stopped."""
 
-    def start(self) -> Self:
-        if self.is_alive:
-            return self
-        super().start()
+    def _start(self) -> None:
+        super()._start()
         try:
             self._begin()
         except BaseException:
             self.stop()
             raise
-        return self
 
     def _command(self) -> list[str]:
         return [str(self._python), "-P", "-m", f"kvlab.inside.{self._program}"]
@@ -86,6 +83,8 @@ class Worker(System):
         there was no answer in `timeout` seconds: it is stopped then, for an answer that comes
         late would be taken for the next one.
         """
+        if not timeout > 0:
+            raise EngineError(f"A timeout is a number of seconds above 0, and not {timeout}.")
         with self._calling:
             if self._socket is None:
                 raise EngineError(f"{self.name} is stopped. Start it again with restart().")

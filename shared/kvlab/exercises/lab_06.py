@@ -144,8 +144,9 @@ def _check_gaps(answer: Any) -> str:
             continue
         raise Wrong(f"{case}: {_why_gap(case, got[case])}")
     return (
-        "One number for each place: how far it reaches without a gap. The engine takes the "
-        "furthest, and computes the rest. What lies behind a gap waits for nobody."
+        "Two numbers: how far the pool reaches without a gap, and how far LMCache does, whose host "
+        "memory and files fill each other's gaps. The engine takes the furthest, and computes the "
+        "rest. What lies behind a gap waits for nobody."
     )
 
 
@@ -670,7 +671,7 @@ EXERCISES = (
         hints=(
             "A helper that gives the sum of all counters of a name, whatever its labels, 0 if "
             "there is none, makes the rest four lines.",
-            "k == name or k.startswith(name + '{') finds a name with its labels.",
+            "A name with labels goes on with a brace; another name that begins alike does not.",
             "In vain: LMCache's hits less what vLLM says came from outside.",
         ),
         wrong=(
@@ -733,8 +734,8 @@ EXERCISES = (
             "Follow the request: how many tokens were looked up, how many found, how many loaded, "
             "how many did vLLM take?",
             "Look at what was looked up: 384 of 401 tokens are 3 chunks of 128. 256 are what?",
-            "Only in one of them does a repeated prompt find nothing in vLLM's own pool, with "
-            "nothing reset in between.",
+            "Then look at vLLM's own pool, the second time: in which set-ups should it have had "
+            "the prompt, and did not?",
         ),
         wrong=(
             (_BROKEN | {"A": "the files were deleted"}, "three older files"),
@@ -767,7 +768,7 @@ EXERCISES = (
         check=_check_heals,
         hints=(
             "After the first recovery vLLM has computed what was missing. Where does that go?",
-            "LMCache writes a file unless one of that name is there.",
+            "And what becomes of a file whose name is there already? Look into the folder.",
         ),
         wrong=(
             (dict(zip(_HEALS, (1920, 2048, 384, 384), strict=True)), "behind the gap"),
