@@ -1,8 +1,8 @@
 """Settings of every pytest run in the checkout.
 
 They make a bare `pytest --nbval labs/` right from any folder in it: notebooks run under
-the Python that runs pytest, a cell has ten minutes, and what differs from run to run
-(times, addresses) is not compared.
+the Python that runs pytest, and what differs from run to run (times, addresses) is not
+compared.
 """
 
 import os
@@ -18,8 +18,6 @@ def pytest_configure(config):
     if os.environ.get("KVLAB_STRICT") == "1":
         # To grade is to look at verdicts: what a learner's own cells print is not compared.
         config.option.nbval, config.option.nbval_lax = False, True
-    if config.option.nbval_cell_timeout == 2000:  # nbval's default: nothing else was asked for
-        config.option.nbval_cell_timeout = 600
     if config.option.nbval_sanitize_with is None:
         config.option.nbval_sanitize_with = str(
             Path(__file__).parent / "tests" / "nbval_sanitize.cfg"

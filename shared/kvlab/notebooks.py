@@ -22,7 +22,7 @@ from traitlets.config import Config
 
 from kvlab.paths import ROOT, cache
 
-CELL_TIMEOUT_SECONDS = 600
+CELL_TIMEOUT_SECONDS = 2000  # as nbval has it
 # The kernel that set-up registers; see kvlab.jupyter.
 KERNEL = {
     "display_name": "Follow the Request",

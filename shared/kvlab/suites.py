@@ -19,8 +19,9 @@ from kvlab.paths import ROOT, SetupError
 # Torch's threads wait for one another in a loop: with more of them than free cores,
 # which is usual beside an engine, the same tests take several times as long.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-# Files, two at a time: an engine that starts keeps one core busy, and two memories of 4 GB.
-_TWO = ("-n", "2", "--dist", "loadfile")
+# Files, two at a time: an engine that starts keeps one core busy, and two memories of 4 GB. In the
+# order of their names: by default those with few tests, which start most engines, come last.
+_TWO = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 _NO_TESTS_COLLECTED = 5  # pytest's exit code; also when a whole module is skipped
 
 
@@ -43,7 +44,7 @@ SUITES = (
         ("check-jsonschema", "--builtin-schema", "vendor.github-workflows"),
         (".github/workflows/cpu.yml", ".github/workflows/gpu.yml"),
     ),
-    Suite("packages", ("pytest", "-q", *_TWO), ("tests/minikv", "tests/kvlab")),
+    Suite("packages", ("pytest", "-q", *_TWO), ("tests/kvlab", "tests/minikv")),
     Suite("notebooks", ("pytest", "-q", *_TWO, "--nbval"), ("chapters", "labs", "solutions")),
     Suite("browser", ("pytest", "-q", "-rs"), ("tests/browser",)),
 )
@@ -51,8 +52,7 @@ SUITES = (
 
 def run(suites: tuple[Suite, ...] = SUITES) -> tuple[int, list[dict[str, str]]]:
     """Run all suites, whatever fails: (exit code, rows of the table)."""
-    environment = os.environ | {
-        **_ONE_THREAD,
+    environment = _variables() | {
         # Without an engine its tests would skip, and the whole would pass: not here.
         "KVLAB_REQUIRE_ENGINES": "1",
         "PATH": f"{sys.prefix}/bin{os.pathsep}{os.environ.get('PATH', os.defpath)}",
@@ -87,6 +87,13 @@ def run(suites: tuple[Suite, ...] = SUITES) -> tuple[int, list[dict[str, str]]]:
     return worst, rows
 
 
+def _variables() -> dict[str, str]:
+    """This process's environment for pytest and the many processes that it starts."""
+    # Set in many container images; it would have each of them compile torch's sources again.
+    kept = {name: v for name, v in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return kept | _ONE_THREAD
+
+
 def _heed_ctrl_c() -> None:
     """A shell starts a background job with Ctrl-C ignored, which whatever the job starts inherits;
     and some tests press it."""
@@ -99,7 +106,7 @@ def under(python: Path) -> int:
     Engine tests skip there: engines have been tested with the Python of .venv.
     Returns pytest's exit code. Raises SetupError.
     """
-    asked = [python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
+    asked = [str(python), "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
     try:
         version = subprocess.run(asked, capture_output=True, text=True).stdout.strip()
     except OSError as error:
@@ -112,5 +119,5 @@ def under(python: Path) -> int:
     subprocess.run([inside, "-m", "ensurepip"], stdout=subprocess.DEVNULL, check=True)
     command = [str(inside), "-m", "pytest", "-q", "tests/minikv", "tests/kvlab"]
     path = f"{inside.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    environment = os.environ | _ONE_THREAD | {"PYTHONPATH": str(ROOT / "shared"), "PATH": path}
+    environment = _variables() | {"PYTHONPATH": str(ROOT / "shared"), "PATH": path}
     return subprocess.run(command, cwd=ROOT, env=environment).returncode

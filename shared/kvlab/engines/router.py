@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from kvlab.engines.process import TOKEN
+from kvlab.engines.process import TOKEN, Run
 from kvlab.engines.sglang import Native, SGLang
 from kvlab.inside import token
 
@@ -88,6 +88,12 @@ class Router(Native):
 
     def _environment(self, folder: Path) -> dict[str, str]:
         return super()._environment(folder) | {token.VARIABLE: TOKEN}
+
+    def _is_ready(self, run: Run) -> bool:
+        # By itself it is ready with the first server that it has found healthy.
+        if not super()._is_ready(run):
+            return False
+        return bool(self._get(self._health)["healthy_workers"] == len(self.replicas))
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached KV of all servers behind it; False if one of them is busy."""

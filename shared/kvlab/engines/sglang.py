@@ -198,6 +198,8 @@ def start(
 
 
 _SETTINGS = "settings.yaml"
+_HANDOFF = "30"
+"""Seconds that one side of a pair waits for the other, which is on this machine."""
 # What SGLang's error lines mean.
 _SENTENCES = (
     (
@@ -325,6 +327,10 @@ class SGLang(Native):
         }
         if self.device == "cpu":
             env |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+        if "bootstrap" in self._port_names:
+            # How long one side waits for the other; for 300 s by default.
+            env["SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT"] = _HANDOFF
+            env["SGLANG_DISAGGREGATION_WAITING_TIMEOUT"] = _HANDOFF
         if self._hicache is not None and self._hicache.folder is not None:
             place = str(self._hicache.folder.expanduser().absolute())
             env["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = place

@@ -30,9 +30,9 @@ from kvlab.engines.protocol import Chunk, Completion, EngineError, Prompt
 from kvlab.inside import token
 from kvlab.inside.token import RequireToken
 
-_OVERHEAD = 1792 << 20
-"""Bytes of main memory that the CPU build's three processes take besides weights and KV: 1,640 MiB
-of their own pages were seen with SmolLM2-135M."""
+_OVERHEAD = 1472 << 20
+"""Bytes of main memory that the CPU build's processes take besides weights and KV: 1,340 MiB of
+their own pages were seen with SmolLM2-135M."""
 _WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 _THREADS = 1
 """Compute threads on a CPU. One thread adds numbers in one order, so that what is printed does not
@@ -292,6 +292,9 @@ class VLLM(GeneratingServer):
             # "nobind" leaves threads to the kernel: with the default every engine on a machine
             # binds its thread to the same core.
             env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(_THREADS)}
+            # The model runs in the engine core's process, as on one GPU. By default the CPU build
+            # starts one more, to set its threads, which are set here (vllm/platforms/cpu.py).
+            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
             if self._eager:
                 # enforce_eager leaves one small function compiled (vllm/v1/sample/ops/logprobs.py):
                 # on a CPU that costs the first request 8 to 17 s and needs a C++ compiler.
