@@ -39,7 +39,9 @@ def start_pair(
     prefill: SGLang, decode: SGLang, *, port: int | None = None, deadline: float = 180
 ) -> Router:
     """Start a router in front of a running pair (`kvlab.engines.sglang_pd`). Raises EngineError."""
-    return Router([prefill, decode], [_PAIR], port, deadline).start()
+    # There is no other server to try: without this it would wait for the same ones again and again.
+    flags = [_PAIR, "--disable-retries"]
+    return Router([prefill, decode], flags, port, deadline).start()
 
 
 _PAIR = "--pd-disaggregation"
