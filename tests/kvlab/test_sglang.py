@@ -15,6 +15,7 @@ from engine_help import need, within
 
 from kvlab import supervisor
 from kvlab.engines import mooncake, router, sglang, sglang_pd
+from kvlab.engines.process import TOKEN
 from kvlab.engines.protocol import EngineError
 from kvlab.engines.sglang import HiCache, SGLang, Tiers
 
@@ -41,6 +42,12 @@ def test_the_second_time_whole_pages_are_cached(engine: SGLang, length: int) -> 
     assert engine.cached_by_tier(prompt, max_tokens=1) == Tiers(expected, 0, 0)
 
 
+def test_without_log_probabilities(engine: SGLang) -> None:
+    answer = engine.generate(PROMPT[:20], max_tokens=3, ignore_eos=True, logprobs=False)
+    assert len(answer.token_ids) == 3
+    assert answer.logprobs == []
+
+
 def test_a_stream_that_is_closed_early_is_aborted(engine: SGLang) -> None:
     stream = engine.stream(PROMPT[:50], max_tokens=900, ignore_eos=True)
     assert next(stream).token_ids
@@ -59,6 +66,11 @@ def test_it_changes_something_only_for_who_knows_its_token(engine: SGLang) -> No
         answer = httpx.request(method, engine.url + path, json={} if method == "POST" else None)
         assert answer.status_code in (401, 403), (path, answer.status_code)
     assert httpx.get(engine.url + "/health").status_code == 200
+
+
+def test_its_log_can_be_shown(engine: SGLang) -> None:
+    assert "api_key" in engine.log.read_text()
+    assert TOKEN not in engine.log.read_text()
 
 
 def test_it_listens_on_loopback_alone(engine: SGLang) -> None:
@@ -147,6 +159,11 @@ def test_device_host_and_mooncake() -> None:
 
 
 # The router.
+
+
+def test_a_router_without_servers_is_refused() -> None:
+    with pytest.raises(EngineError, match="needs a server"):
+        router.start([])
 
 
 def test_cache_aware_and_round_robin_differ() -> None:

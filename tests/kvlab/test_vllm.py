@@ -88,6 +88,12 @@ def test_a_stream_gives_what_generate_gives(engine: VLLM) -> None:
     assert (chunks[-1].prompt_tokens, chunks[-1].cached_tokens) == (whole.prompt_tokens, 0)
 
 
+def test_without_log_probabilities(engine: VLLM) -> None:
+    answer = engine.generate([5, 6, 7], max_tokens=3, ignore_eos=True, logprobs=False)
+    assert len(answer.token_ids) == 3
+    assert answer.logprobs == []
+
+
 def test_a_stream_that_is_closed_early_is_aborted(engine: VLLM) -> None:
     before = engine.counters()
     stream = engine.stream("Count:", max_tokens=900, ignore_eos=True)

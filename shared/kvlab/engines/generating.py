@@ -1,8 +1,9 @@
 """An engine behind HTTP: a request goes as JSON, the answer comes whole or as a stream of events.
 
 What differs between engines is the form of request and answer. A derived class says it in `_path`,
-`body`, `completion` and `chunks`; how one or several prompts are asked, and what a broken stream
-means, stands here once.
+`body`, `completion` and `chunks`, and has `reset_prefix_cache`, `model`, `device`, `_flags` and
+what `System` asks for; how one or several prompts are asked, and what a broken stream means, stands
+here once.
 """
 
 from __future__ import annotations

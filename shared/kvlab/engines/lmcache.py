@@ -50,7 +50,9 @@ def start(
 
     chunk_size: tokens of a chunk, a multiple of the engine's block size; memory_bytes: of L1;
     folder: where L2 keeps its files, which stay when the server stops (None: no L2). `port` is
-    the one that engines use. Raises EngineError, or kvlab.environments.EnvironmentMissing.
+    the one that engines use. Whoever has an account on this machine can run code through it.
+
+    Raises EngineError, or kvlab.environments.EnvironmentMissing.
     """
     return LMCache(
         chunk_size=chunk_size,

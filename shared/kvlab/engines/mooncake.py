@@ -64,7 +64,9 @@ def start(
 
     lease_ms: how long an object stays for whoever has just read it; soft_pin_ms: how long a soft
     pin holds; client_ttl_seconds: how long a silent client counts as alive; at which fill of the
-    segments the master begins to evict. `port` is that of its RPC. Raises EngineError.
+    segments the master begins to evict. `port` is that of its RPC; it asks for no key. Its clients
+    lend their memory on all interfaces. Raises EngineError, or
+    kvlab.environments.EnvironmentMissing.
     """
     return Master(
         lease_ms=lease_ms,

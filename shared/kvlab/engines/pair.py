@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from kvlab.engines.generating import GeneratingServer
+from kvlab.engines.protocol import EngineError
 
 S = TypeVar("S", bound=GeneratingServer)
+
+
+def one_for_each(name: str, settings: dict[str, Any]) -> None:
+    """Raise EngineError for a setting that two servers cannot share."""
+    if name in settings:
+        raise EngineError(f"Two servers cannot share one {name}: leave out {name}=.")
 
 
 class Pair(Generic[S]):

@@ -66,6 +66,7 @@ class Options(TypedDict, total=False):
     """0, the default, is greedy."""
     top_p: float
     seed: int | None
+    """SGLang and what stands before it refuse one."""
     stop: str | list[str]
     """The text ends before the first of these that appears."""
     ignore_eos: bool

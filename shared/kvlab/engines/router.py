@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvlab.engines.process import TOKEN, Run
+from kvlab.engines.protocol import EngineError
 from kvlab.engines.sglang import Native, SGLang
 from kvlab.inside import token
 
@@ -64,6 +65,10 @@ class Router(Native):
         port: int | None,
         deadline: float,
     ) -> None:
+        if not replicas:
+            raise EngineError("A router needs a server behind it.")
+        if _PAIR in flags and any("bootstrap" not in replica.ports for replica in replicas):
+            raise EngineError("A pair's servers are started with disaggregation=: see sglang_pd.")
         super().__init__(f"with {len(replicas)} servers", port=port, deadline=deadline)
         self.replicas = list(replicas)
         self._flags = flags
@@ -90,6 +95,10 @@ class Router(Native):
 
     def _environment(self, folder: Path) -> dict[str, str]:
         return super()._environment(folder) | {token.VARIABLE: TOKEN}
+
+    def _check_room(self) -> None:
+        if not all(replica.is_alive for replica in self.replicas):
+            raise EngineError("A server behind the router is stopped: restart() it first.")
 
     def _is_ready(self, run: Run) -> bool:
         # By itself it is ready with the first server that it has found healthy.

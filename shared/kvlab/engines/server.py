@@ -32,11 +32,12 @@ class Server(System):
 
     @property
     def port(self) -> int:
-        return self.ports["http"]
+        """The port that start(port=...) chooses; `ports` has all of them."""
+        return self.ports[self._port_names[0]]
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://127.0.0.1:{self.ports['http']}"
 
     # What System asks for.
 
@@ -60,7 +61,7 @@ class Server(System):
         # Whoever listens gets the token: first see that it is this very run.
         with contextlib.suppress(httpx.HTTPError):
             return (
-                self._listens(run, self.port)
+                self._listens(run, self.ports["http"])
                 and self._http.get(self._health, timeout=2).status_code == 200
             )
         return False
@@ -77,6 +78,8 @@ class Server(System):
     def _talking(self) -> Iterator[httpx.Client]:
         """The HTTP client; turns what goes wrong on the way into an EngineError."""
         client = self._http
+        if not self.is_alive:  # who listens on its port now must not get the token
+            raise self._ended("ended while it was asked")
         try:
             yield client
         except httpx.TimeoutException as slow:

@@ -30,6 +30,7 @@ from kvlab.engines.generating import GeneratingServer
 from kvlab.engines.mooncake import Master
 from kvlab.engines.process import TOKEN, available_memory
 from kvlab.engines.protocol import Chunk, Completion, EngineError, Prompt
+from kvlab.inside import token
 
 ENVIRONMENT = "sglang"
 
@@ -297,15 +298,11 @@ class SGLang(Native):
             )
 
     def _command(self) -> list[str]:
-        # On a CPU the same server, with the stand-ins put in place first.
-        module = (
-            "kvlab.inside.sglang_cpu.launch" if self.device == "cpu" else "sglang.launch_server"
-        )
         ports = []
         if "bootstrap" in self.ports:
             ports = ["--disaggregation-bootstrap-port", str(self.ports["bootstrap"])]
         return [
-            *(str(self._python), "-m", module, "--config", _SETTINGS),
+            *(str(self._python), "-m", "kvlab.inside.sglang_launch", "--config", _SETTINGS),
             *("--model-path", str(self.folder), "--served-model-name", self.model),
             *("--host", "127.0.0.1", "--port", str(self.port)),
             *ports,
@@ -322,6 +319,7 @@ class SGLang(Native):
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{folder / 'rendezvous'}",
             # GET /health would generate a token, which the counters count.
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+            token.VARIABLE: TOKEN,  # so that its log can leave it out
             # Log-probabilities before the temperature, as the other engines give them.
             "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
         }

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self, overload
 
 from kvlab.engines import router, sglang
-from kvlab.engines.pair import Pair
+from kvlab.engines.pair import Pair, one_for_each
 from kvlab.engines.protocol import Chunk, Completion, Prompt, Prompts
 from kvlab.engines.router import Router
 from kvlab.engines.sglang import SGLang
@@ -27,8 +27,10 @@ from kvlab.engines.sglang import SGLang
 def start(model: str | Path = "smollm2-135m", **settings: Any) -> SGLangPair:
     """Start two servers and a router; `settings` are those of `sglang.start`, the same for both.
 
-    Raises what `sglang.start` raises; nothing is left then.
+    Between the two the Transfer Engine listens on all interfaces. Raises what `sglang.start`
+    raises; nothing is left then.
     """
+    one_for_each("port", settings)
     prefill = sglang.start(model, disaggregation="prefill", **settings)
     try:
         decode = sglang.start(model, disaggregation="decode", **settings)

@@ -32,7 +32,10 @@ class TransferError(EngineError):
 
 
 def start(size: int, *, deadline: float = 60) -> TransferEngine:
-    """Start one end with a zeroed buffer of `size` bytes. Raises EngineError."""
+    """Start one end with a zeroed buffer of `size` bytes. It listens on all interfaces.
+
+    Raises EngineError, or kvlab.environments.EnvironmentMissing.
+    """
     return TransferEngine(size, deadline).start()
 
 

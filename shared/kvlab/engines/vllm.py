@@ -373,7 +373,7 @@ class VLLM(GeneratingServer):
         return Completion(
             text=choice["text"],
             token_ids=choice["token_ids"],
-            logprobs=choice["logprobs"]["token_logprobs"],
+            logprobs=(choice["logprobs"] or {"token_logprobs": []})["token_logprobs"],
             prompt_tokens=usage["prompt_tokens"],
             cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
             finish_reason=choice["finish_reason"],

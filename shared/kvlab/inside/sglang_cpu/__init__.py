@@ -6,7 +6,7 @@ tiers and its prefill/decode handoff run without a GPU. What does not exist ther
 is pinned for a GPU; and torchvision, which some configurations of models with pictures import.
 Where CUDA is, none of this is used.
 
-    python -m kvlab.inside.sglang_cpu.launch --model-path ...    # as sglang.launch_server
+`kvlab.inside.sglang_launch` puts it there.
 """
 
 from __future__ import annotations
