@@ -14,6 +14,7 @@ import threading
 import zipfile
 
 import pytest
+from engine_help import within
 
 from kvlab import environments
 from kvlab.environments import Gpu
@@ -302,6 +303,8 @@ def test_an_environment_in_use_is_not_removed(tmp_path, monkeypatch):
     (place / environments.MARKER).write_text("{}")
     (place / "something").write_bytes(bytes(1000))
     with subprocess.Popen([place / "bin" / "sleep", "60"]) as user:
+        # Linux says only some moments after the start what a process was started with.
+        assert within(10, lambda: environments.users(place) == [user.pid])
         with pytest.raises(SetupError, match=f"in use by process {user.pid}"):
             environments.remove("sglang")
         user.kill()

@@ -141,7 +141,8 @@ def test_ctrl_c_in_a_call_leaves_no_answer_for_the_next(calculator: Calculator) 
 
 def test_nobody_else_can_connect(calculator: Calculator) -> None:
     folder = calculator._begun.folder
-    assert not (folder / calls.SOCKET).exists()
+    # It goes when the program has taken its one caller in, some moments after the call.
+    assert within(10, lambda: not (folder / calls.SOCKET).exists())
     assert folder.stat().st_mode & 0o077 == 0
 
 
