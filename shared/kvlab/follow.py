@@ -170,7 +170,7 @@ _VERBS = {
     "NIXL": (
         "nothing",
         "nothing",
-        "{transferred} tokens, {computed_by_decode} of them computed again",
+        "{transferred} tokens, {computed_by_decode} of them counted as computed again",
         "no",
     ),
     "SGLang pair": (
