@@ -13,7 +13,17 @@ import shutil
 import sys
 from pathlib import Path
 
-from kvlab.paths import ROOT, TAG, VENV, SetupError, cache, is_own_cache, run_plainly, size
+from kvlab.paths import (
+    ROOT,
+    TAG,
+    VENV,
+    SetupError,
+    cache,
+    is_own_cache,
+    run_plainly,
+    short_temp,
+    size,
+)
 
 _LEFTOVERS = (".trials", ".pytest_cache", ".mypy_cache", ".ruff_cache", "build", ".hypothesis")
 
@@ -66,8 +76,7 @@ def cache_folder() -> None:
         raise SetupError(
             f"{folder} was not made by the course (it has no tag of ours): nothing was removed."
         )
-    short = Path(f"/tmp/follow-the-request-{os.getuid()}")  # see kvlab.engines.process
-    runs = [*folder.glob("tmp/*/lock"), *short.glob("*/lock")]
+    runs = [*folder.glob("tmp/*/lock"), *short_temp().glob("*/lock")]
     for lock in [*folder.glob("locks/*.lock"), *runs]:
         with lock.open("r+") as file:
             try:

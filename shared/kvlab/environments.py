@@ -341,9 +341,9 @@ def _version(python: Path) -> tuple[int, int]:
         told = subprocess.run(
             [str(python), "-c", asked], capture_output=True, text=True, check=True
         )
-    except (OSError, subprocess.CalledProcessError) as error:
+        major, minor = map(int, told.stdout.split())
+    except (OSError, ValueError, subprocess.CalledProcessError) as error:
         raise SetupError(f"{python} is not a Python that runs: {error}") from error
-    major, minor = map(int, told.stdout.split())
     if (major, minor) not in ((3, 11), (3, 12)):
         raise SetupError(f"{python} is Python {major}.{minor}; the course needs 3.11 or 3.12.")
     return major, minor

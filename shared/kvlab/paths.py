@@ -45,6 +45,12 @@ def cache() -> Path:
     return Path(base).expanduser().absolute() / "follow-the-request"
 
 
+def short_temp() -> Path:
+    """Where runs lie if the cache folder's own path is too long for a Unix socket's. It is the one
+    thing outside of checkout and cache folder."""
+    return Path(f"/tmp/follow-the-request-{os.getuid()}")
+
+
 def is_own_cache(folder: Path) -> bool:
     """Whether the course made this folder, and so may remove it."""
     try:

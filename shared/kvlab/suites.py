@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvlab import environments
-from kvlab.paths import ROOT, SetupError
+from kvlab.paths import ROOT
 
 # Torch's threads wait for one another in a loop: with more of them than free cores,
 # which is usual beside an engine, the same tests take several times as long.
@@ -106,13 +106,6 @@ def under(python: Path) -> int:
     Engine tests skip there: engines have been tested with the Python of .venv.
     Returns pytest's exit code. Raises SetupError.
     """
-    asked = [str(python), "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
-    try:
-        version = subprocess.run(asked, capture_output=True, text=True).stdout.strip()
-    except OSError as error:
-        raise SetupError(f"{python} cannot be run: {error.strerror}.") from None
-    if version not in ("3.11", "3.12"):
-        raise SetupError(f"{python} is no Python 3.11 or 3.12.")
     _heed_ctrl_c()
     inside = environments.build("notebook", python)
     # The tests of the set-up want the pip of a .venv; an environment of uv's has none.

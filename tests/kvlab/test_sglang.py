@@ -14,7 +14,7 @@ import pytest
 from engine_help import need, within
 
 from kvlab import supervisor
-from kvlab.engines import mooncake, router, sglang, sglang_pd
+from kvlab.engines import mooncake, router, sglang, sglang_pd, vllm_pd
 from kvlab.engines.process import TOKEN
 from kvlab.engines.protocol import EngineError
 from kvlab.engines.sglang import HiCache, SGLang, Tiers
@@ -166,6 +166,12 @@ def test_a_router_without_servers_is_refused() -> None:
         router.start([])
 
 
+@pytest.mark.parametrize("start", [sglang_pd.start, vllm_pd.start])
+def test_two_servers_get_no_port_between_them(start: Any) -> None:
+    with pytest.raises(EngineError, match="share one port"):
+        start(MODEL, port=5000)
+
+
 def test_cache_aware_and_round_robin_differ() -> None:
     with sglang.start(MODEL) as a, sglang.start(MODEL) as b:
         cached = {}
@@ -184,6 +190,8 @@ def test_cache_aware_and_round_robin_differ() -> None:
             # One replica is gone: the other one answers.
             assert within(60, lambda: _answers(front))
             assert front.metrics()
+        with pytest.raises(EngineError, match="is stopped"):
+            router.start([a, b])
 
 
 def _answers(front: router.Router) -> bool:

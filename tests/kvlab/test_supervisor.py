@@ -390,6 +390,21 @@ def test_an_answer_from_somebody_elses_server_is_not_taken_for_its_own() -> None
     engine.other.server_close()
 
 
+def test_who_has_the_port_of_one_that_died_gets_no_key() -> None:
+    with StandIn() as engine, socket.socket() as other:
+        engine.start()
+        os.kill(engine.pid, signal.SIGKILL)
+        assert within(10, lambda: is_free(engine.port))
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", engine.port))
+        other.listen()
+        with pytest.raises(EngineError, match="killed by signal 9"):
+            engine._get("/health")
+        other.settimeout(0.2)
+        with pytest.raises(TimeoutError):  # nobody has called
+            other.accept()
+
+
 def test_a_long_cache_path_still_gives_short_sockets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,10 +10,10 @@ from kvlab.engines.protocol import EngineError
 S = TypeVar("S", bound=GeneratingServer)
 
 
-def one_for_each(name: str, settings: dict[str, Any]) -> None:
-    """Raise EngineError for a setting that two servers cannot share."""
-    if name in settings:
-        raise EngineError(f"Two servers cannot share one {name}: leave out {name}=.")
+def refuse_port(settings: dict[str, Any]) -> None:
+    """Raise EngineError for the one setting that two servers cannot share."""
+    if "port" in settings:
+        raise EngineError("Two servers cannot share one port: leave out port=.")
 
 
 class Pair(Generic[S]):

@@ -126,9 +126,8 @@ def _temp_root() -> Path:
     root = paths.make_cache("tmp")
     if len(os.fsencode(root)) + len("/12345678/") + _SOCKET_NAME <= _LONGEST_SOCKET:
         return root
-    # Engines put Unix sockets into this folder, and a socket's path has a limit. If the cache
-    # folder's own path is too long for that, this is the one thing that lies outside of it.
-    short = Path(f"/tmp/follow-the-request-{os.getuid()}")
+    # Engines put Unix sockets into this folder, and a socket's path has a limit.
+    short = paths.short_temp()
     short.mkdir(mode=0o700, exist_ok=True)
     if short.is_symlink() or short.stat().st_uid != os.getuid():
         raise EngineError(

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Self, overload
 
 from kvlab.engines import router, sglang
-from kvlab.engines.pair import Pair, one_for_each
+from kvlab.engines.pair import Pair, refuse_port
 from kvlab.engines.protocol import Chunk, Completion, Prompt, Prompts
 from kvlab.engines.router import Router
 from kvlab.engines.sglang import SGLang
@@ -30,7 +30,7 @@ def start(model: str | Path = "smollm2-135m", **settings: Any) -> SGLangPair:
     Between the two the Transfer Engine listens on all interfaces. Raises what `sglang.start`
     raises; nothing is left then.
     """
-    one_for_each("port", settings)
+    refuse_port(settings)
     prefill = sglang.start(model, disaggregation="prefill", **settings)
     try:
         decode = sglang.start(model, disaggregation="decode", **settings)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from kvlab.engines import vllm
-from kvlab.engines.pair import Pair, one_for_each
+from kvlab.engines.pair import Pair, refuse_port
 from kvlab.engines.protocol import Chunk, Completion, EngineError, Prompt, Prompts, complete, is_one
 from kvlab.engines.vllm import VLLM
 from kvlab.engines.vllm_connectors import over_nixl
@@ -39,7 +39,7 @@ def start(model: str | Path = "smollm2-135m", **settings: Any) -> VLLMPair:
 
     Raises what `vllm.start` raises; nothing is left then.
     """
-    one_for_each("port", settings)
+    refuse_port(settings)
     prefill = vllm.start(model, connector=over_nixl(), **settings)
     try:
         decode = vllm.start(model, connector=over_nixl(), **settings)

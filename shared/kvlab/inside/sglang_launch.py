@@ -10,6 +10,7 @@ the `if` runs in all of them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import runpy
@@ -26,8 +27,10 @@ _KEY = os.environ[token.VARIABLE]
 
 def _without_key(*arguments: Any, **named: Any) -> logging.LogRecord:
     record = _make_record(*arguments, **named)
-    if _KEY in (said := record.getMessage()):
-        record.msg, record.args = said.replace(_KEY, "..."), ()
+    # Arguments that do not fit the message are the handler's to report: it ends nothing.
+    with contextlib.suppress(TypeError, ValueError, KeyError):
+        if _KEY in (said := record.getMessage()):
+            record.msg, record.args = said.replace(_KEY, "..."), ()
     return record
 
 
