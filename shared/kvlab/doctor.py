@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from kvlab import environments
+from kvlab import environments, memory
 from kvlab.paths import VENV, SetupError, cache, existing, run_plainly
 from kvlab.setup import refusal
 
@@ -65,11 +65,7 @@ def _cpu() -> Finding:
 
 
 def _memory() -> Finding:
-    amounts = {}
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        amounts[name] = int(value.split()[0]) * 1024
-    total, free = amounts["MemTotal"] / 1e9, amounts["MemAvailable"] / 1e9
+    total, free = memory.of_machine()[0] / 1e9, memory.available() / 1e9
     enough = free >= 4
     verdict = (
         "enough for a lab" if enough else "A lab with an engine wants 4 GB: end some programs."

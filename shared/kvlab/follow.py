@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from kvlab import environments, systems
-from kvlab.engines.process import available_memory
+from kvlab import environments, memory, systems
 from kvlab.engines.protocol import Completion, Engine
 from kvlab.pictures.path import Count, PathPicture
 from kvlab.systems import OUTPUT, PROMPT, Seen, reset
@@ -121,7 +120,7 @@ def live(name: str, look: Callable[[], Seen], *, gib: float = 3) -> Seen:
     gib: how much memory has to be free.
     """
     try:
-        if available_memory() < gib * 2**30:
+        if memory.available() < gib * 2**30:
             reason = f"it wants {gib:g} GiB of free memory"
         else:
             return look()

@@ -36,6 +36,8 @@ from typing import NamedTuple, NoReturn
 MARK = "KVLAB_RUN"
 """Environment variable that every process of one run inherits, with the run's name as value."""
 
+_MEMORY = "shared-memory"
+"""File of a run's folder: which shared memory its processes have had so far."""
 _LOOK_SECONDS = 2
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
@@ -190,8 +192,14 @@ def end(
     return ended
 
 
-def end_marked(run: str, grace: float) -> bool:
-    """End all processes of a run without their supervisor. Returns whether none is left."""
+def end_marked(folder: Path, grace: float) -> bool:
+    """End all processes of a run, by its folder, without their supervisor. Returns whether none is
+    left."""
+    run = folder.name
+    try:
+        memory = (folder / _MEMORY).read_text().splitlines()
+    except OSError:
+        memory = []
 
     def gone(seconds: float) -> bool:
         deadline = time.monotonic() + seconds
@@ -201,7 +209,7 @@ def end_marked(run: str, grace: float) -> bool:
             time.sleep(0.05)
         return True
 
-    return end(lambda: marked(run), gone, grace)
+    return end(lambda: marked(run), gone, grace, memory)
 
 
 def _prctl(option: int, value: int) -> None:
@@ -264,11 +272,12 @@ class _Children:
         return True
 
 
-def _watch(children: _Children, pipe: int, memory: set[str]) -> str:
+def _watch(children: _Children, pipe: int, memory: set[str], folder: Path) -> str:
     """Wait until the tree has to end; returns why, for the log.
 
     Every few seconds it notes in `memory` which shared memory the tree has: should all of its
-    processes be killed at once, nobody could be asked any more.
+    processes be killed at once, nobody could be asked any more; and should this one be killed with
+    them, the run's folder still has the names.
     """
     poll = select.poll()
     poll.register(children.signals, select.POLLIN)
@@ -290,7 +299,12 @@ def _watch(children: _Children, pipe: int, memory: set[str]) -> str:
             return "the engine's main process ended"
         if children.stop_asked:
             return "a signal asked for it"
-        memory |= shared_memory(descendants(os.getpid()))
+        if new := shared_memory(descendants(os.getpid())) - memory:
+            memory |= new
+            try:
+                (folder / _MEMORY).write_text("\n".join(sorted(memory)))
+            except OSError:
+                pass  # a full disk, say
         for fd, _ in poll.poll(_LOOK_SECONDS * 1000):
             if fd == pipe and not os.read(pipe, 1):
                 return "its starter closed the pipe or is gone"
@@ -357,7 +371,7 @@ def main() -> NoReturn:
         os.dup2(log, fd)
 
     memory: set[str] = set()
-    reason = _watch(children, options.pipe, memory)
+    reason = _watch(children, options.pipe, memory, Path(options.folder))
     print(f"[supervisor] ending the engine's processes: {reason}", flush=True)
     if not end(lambda: descendants(me), children.gone, options.grace, memory):
         left = ", ".join(str(process.pid) for process in descendants(me))

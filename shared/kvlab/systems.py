@@ -10,16 +10,15 @@ from __future__ import annotations
 import datetime
 import json
 import random
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kvlab import environments, report
+from kvlab.engines.process import Scratch
 from kvlab.engines.protocol import Completion, Engine, EngineError
-from kvlab.paths import ROOT, SetupError, make_cache
+from kvlab.paths import ROOT, SetupError
 
 RECORD = ROOT / "results" / "systems.json"
 MODEL = "tiny-random"
@@ -113,9 +112,8 @@ def _sglang() -> Seen:
 def _hicache() -> Seen:
     from kvlab.engines import sglang
 
-    with tempfile.TemporaryDirectory(dir=make_cache("tmp")) as folder:
-        with sglang.start(MODEL, hicache=sglang.HiCache(folder=Path(folder))) as engine:
-            return thrice(engine, wait=20)
+    with Scratch() as folder, sglang.start(MODEL, hicache=sglang.HiCache(folder=folder)) as engine:
+        return thrice(engine, wait=20)
 
 
 def _lmcache() -> Seen:

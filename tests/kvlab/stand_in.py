@@ -38,7 +38,7 @@ class StandIn(Server):
     def _command(self) -> list[str]:
         return [sys.executable, __file__, "tree", str(self.port), *self.words]
 
-    def _environment(self, folder: Path) -> dict[str, str]:
+    def _variables(self, folder: Path) -> dict[str, str]:
         return {**os.environ, "TMPDIR": str(folder)}
 
     def facts(self) -> dict[str, object]:

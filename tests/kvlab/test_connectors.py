@@ -9,6 +9,7 @@ import hashlib
 import os
 import random
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -212,23 +213,32 @@ def test_disk(tmp_path: Path, reference: Completion) -> None:
 @pytest.mark.parametrize("mode", ["engine_driven", "lmcache_driven"])
 def test_lmcache(mode, tmp_path: Path, reference: Completion) -> None:
     with lmcache.start(folder=tmp_path) as cache:
-        with vllm.start(MODEL, connector=cache.connector(mode)) as engine:
+        connector = cache.connector(mode)
+        with vllm.start(MODEL, connector=connector) as engine:
             assert same(ask(engine), reference)
             assert same(after_reset(engine), reference)
             if mode == "engine_driven":
                 # A file for each chunk of 128, named by a key that follows from the tokens.
                 keys = {key.hex() for key in lmcache.chunk_keys(PROMPT, 128)}
                 assert within(30, lambda: keys == {f.stem[-64:] for f in tmp_path.rglob("*.data")})
-                cache.restart()  # L1 is lost, and the engine's connection with it
-                assert cache.status()
+                # It goes and comes back, which the engine has to notice: L1 is lost, files stay.
+                cache.stop()
+                assert within(60, lambda: "entering degraded mode" in engine.log.read_text())
+                cache.start()
+                assert within(60, lambda: "resuming normal" in engine.log.read_text())
+                assert same(after_reset(engine), reference)
             cache.stop()
             assert within(30, engine.reset_prefix_cache)
             assert same(ask(engine), reference)  # without it vLLM computes
-            with pytest.raises(EngineError, match="LMCache is stopped"):
-                cache.connector()
+        with pytest.raises(EngineError, match="LMCache is stopped"):
+            vllm.start(MODEL, connector=connector)
         if mode == "engine_driven":
-            cache.start()
-            with vllm.start(MODEL, connector=cache.connector(mode)) as engine:
+            with socket.socket() as other:  # takes the port that the connector knew
+                other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                other.bind(("127.0.0.1", cache.ports["zmq"]))
+                other.listen()
+                cache.start()
+            with vllm.start(MODEL, connector=connector) as engine:
                 assert same(after_reset(engine), reference)  # from the files alone
             assert cache.metrics()
 

@@ -45,7 +45,7 @@ class Known(GeneratingServer):
         program = Path(__file__).with_name("known_delays.py")
         return [sys.executable, str(program), str(self.port)]
 
-    def _environment(self, folder: Path) -> dict[str, str]:
+    def _variables(self, folder: Path) -> dict[str, str]:
         return {**os.environ, "TMPDIR": str(folder)}
 
     def body(self, prompt: Any, *, max_tokens: int, **_: Any) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def test_what_is_missing_is_filled_in_and_marked(capsys, monkeypatch):
     recorded = systems.seen_on("cpu")["HiCache"]
     assert recorded["version"] in printed
     assert seen == {**recorded["seen"], "recorded": True}
-    monkeypatch.setattr(follow, "available_memory", lambda: 1 << 30)
+    monkeypatch.setattr(follow.memory, "available", lambda: 1 << 30)
     assert follow.live("HiCache", lambda: {"first": 1}, gib=3)["recorded"]
     assert "it wants 3 GiB of free memory" in capsys.readouterr().out
     assert follow.live("HiCache", lambda: {"first": 1}, gib=1) == {"first": 1}

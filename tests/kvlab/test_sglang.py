@@ -221,6 +221,6 @@ def test_prefill_and_decode_apart(engine: SGLang) -> None:
         assert not pair.is_alive
         with pytest.raises(EngineError):
             pair.front.generate(PROMPT, max_tokens=1)
-        pair.restart()  # with other ports
+        pair.restart()
         assert pair.generate(PROMPT, max_tokens=8).token_ids[0] == alone.token_ids[0]
     assert not any(part.is_alive for part in (pair.prefill, pair.decode, pair.front))

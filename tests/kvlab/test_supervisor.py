@@ -27,6 +27,7 @@ from nbclient import NotebookClient
 from stand_in import StandIn
 
 from kvlab import paths, supervisor
+from kvlab.engines import process
 from kvlab.engines.process import System
 from kvlab.engines.protocol import EngineError
 
@@ -134,13 +135,41 @@ def test_an_exception_in_the_with_block_stops_it() -> None:
     assert left(facts) == {}
 
 
-def test_restart_gives_another_tree() -> None:
+def test_a_scratch_folder_goes_with_its_process() -> None:
+    with process.Scratch() as folder:
+        (folder / "chunk").write_text("KV")
+        assert folder.parent.name not in process.sweep()
+        assert folder.exists()
+    assert not folder.parent.exists()
+    program = "from kvlab.engines.process import Scratch; import os\n"
+    program += "scratch = Scratch(); print(scratch.path, flush=True); os.kill(os.getpid(), 9)"
+    killed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    folder = Path(killed.stdout.strip())
+    assert folder.exists()
+    assert folder.parent.name in process.sweep()
+    assert not folder.parent.exists()
+
+
+def test_restart_gives_another_tree_at_the_same_port() -> None:
     with StandIn("sane") as engine:
         before = engine.start().facts()
         after = engine.restart().facts()
-        assert left(before) == {}
+        assert set(left(before)) == {"port"}
+        assert after["port"] == before["port"]
         assert after["engine"] != before["engine"]
         assert engine.is_alive
+    assert left(after) == {}
+
+
+def test_restart_takes_another_port_where_somebody_has_the_old_one() -> None:
+    with StandIn("sane") as engine, socket.socket() as other:
+        before = engine.start().facts()
+        engine.stop()
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", before["port"]))
+        other.listen()
+        after = engine.start().facts()
+        assert after["port"] != before["port"]
     assert left(after) == {}
 
 
@@ -429,7 +458,10 @@ def test_a_pid_that_was_used_again_is_not_ended() -> None:
     supervisor.send(now, signal.SIGKILL)  # gone: nothing happens
 
 
-@pytest.mark.parametrize(("ends", "memory"), [("stop", "own"), ("kill", "own"), ("kill", "ours")])
+@pytest.mark.parametrize(
+    ("ends", "memory"),
+    [("stop", "own"), ("kill", "own"), ("kill", "ours"), ("kill all", "own")],
+)
 def test_shared_memory_does_not_outlive_its_engine(ends: str, memory: str) -> None:
     """A process that is killed cannot remove what it has in /dev/shm; what others use stays."""
     with StandIn("memory") as engine:
@@ -441,9 +473,13 @@ def test_shared_memory_does_not_outlive_its_engine(ends: str, memory: str) -> No
                 file = stack.enter_context(segment.open("rb"))
                 stack.enter_context(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
             time.sleep(2 * supervisor._LOOK_SECONDS)
-            if ends == "kill":
+            if ends == "kill all":  # nobody is left who knows: the run's folder has the names
+                os.kill(facts["supervisor"], signal.SIGKILL)
+            if ends != "stop":
                 for pid in facts["tree"]:
-                    os.kill(pid, signal.SIGKILL)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            if ends == "kill":
                 within(10, lambda: not Path(facts["folder"]).exists())
             engine.stop()
             assert segment.exists() == (memory == "ours")

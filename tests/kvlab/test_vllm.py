@@ -247,7 +247,7 @@ def copy(tmp_path: Path) -> Path:
 def refusal(model: str | Path, **settings: Any) -> str:
     started = AssertionError("something was started")
     with (
-        patch("kvlab.engines.process.Run", side_effect=started),
+        patch("kvlab.engines.process.Supervised", side_effect=started),
         pytest.raises((EngineError, models.ModelError)) as error,
     ):
         vllm.start(model, **settings)

@@ -53,7 +53,7 @@ class Calculator(Worker):
     def _command(self) -> list[str]:
         return [sys.executable, __file__]
 
-    def _environment(self, folder: Path) -> dict[str, str]:
+    def _variables(self, folder: Path) -> dict[str, str]:
         return os.environ | {"TMPDIR": str(folder), "PYTHONPATH": str(ROOT / "shared")}
 
 

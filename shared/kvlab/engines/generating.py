@@ -12,11 +12,13 @@ import json
 import re
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, overload
 
 import httpx
 
-from kvlab import environments
+from kvlab import environments, models
+from kvlab.engines import room
 from kvlab.engines.protocol import (
     Chunk,
     Completion,
@@ -24,7 +26,7 @@ from kvlab.engines.protocol import (
     Prompt,
     Prompts,
     complete,
-    is_one,
+    only,
 )
 from kvlab.engines.server import Server
 
@@ -74,19 +76,41 @@ class GeneratingServer(Server):
     """What turns a request into one for a stream."""
 
     model: str
+    """The model's name, as metrics and requests have it."""
     device: str
+    """"cpu" or "cuda"."""
     _flags: Sequence[str] = ()
     _extra_args: Sequence[str] = ()
+
+    def _loads(self, model: str | Path, dtype: str, extra_args: Sequence[str]) -> None:
+        """Take what an engine of its own has: a model and further flags. Raises EngineError."""
+        if dtype not in room.WIDTH:
+            raise EngineError(f"dtype is one of {', '.join(room.WIDTH)}, and not {dtype!r}.")
+        if isinstance(extra_args, str):
+            raise EngineError("extra_args is a list of words, not one text: use text.split().")
+        environments.python(self._environment_name)  # before a model is made for nothing
+        self.device = environments.device()
+        self.folder = models.folder(model)
+        """The model's folder."""
+        self.model = self.folder.name if isinstance(model, Path) or Path(model).is_dir() else model
+        self._of = f"with {self.model}"
+        self._weights = room.weights(self.folder) * room.WIDTH[dtype]
+        """Bytes."""
+        self._extra_args = list(extra_args)
+
+    def _settings(self) -> list[str]:
+        """All flags, but for its own ports. Asked anew at each start: other servers may have
+        moved."""
+        return [*self._flags, *self._extra_args]
 
     def conditions(self) -> dict[str, str]:
         """What a figure that was measured on it depends on, for a result file: all that it was
         started with, but where other servers and folders are."""
-        words = [*self._flags, *self._extra_args]
         return {
             "system": self.name,
             "model": self.model,
             "device": self.device,
-            "flags": _PLACE.sub("...", " ".join(words)),
+            "flags": _PLACE.sub("...", " ".join(self._settings())),
         }
 
     # What follows from it.
@@ -121,9 +145,7 @@ class GeneratingServer(Server):
         The request is sent with the first next(). Closing the generator early (leaving a `for`
         loop over it does, close() does) closes the connection, and the engine aborts the request.
         """
-        if not is_one(prompt):
-            raise EngineError("stream() takes one prompt; generate() takes several.")
-        yield from self.stream_of(self.body(prompt, **options))
+        yield from self.stream_of(self.body(only(prompt), **options))
 
     def ask(self, body: dict[str, Any]) -> dict[str, Any]:
         """The answer to a request, as JSON. Raises EngineError."""

@@ -27,8 +27,7 @@ from typing import Any, Literal
 
 import blake3
 
-from kvlab.engines.process import Run
-from kvlab.engines.protocol import EngineError
+from kvlab.engines.process import Supervised
 from kvlab.engines.server import Server
 from kvlab.engines.vllm import Connector
 
@@ -103,10 +102,10 @@ class LMCache(Server):
             *self._flags,
         ]
 
-    def _environment(self, folder: Path) -> dict[str, str]:
-        return super()._environment(folder) | _QUIET
+    def _variables(self, folder: Path) -> dict[str, str]:
+        return super()._variables(folder) | _QUIET
 
-    def _is_ready(self, run: Run) -> bool:
+    def _is_ready(self, run: Supervised) -> bool:
         return super()._is_ready(run) and self._listens(run, self.ports["zmq"])
 
     # What it is for.
@@ -118,10 +117,8 @@ class LMCache(Server):
 
         Who copies: the engine, or the server out of memory that both share.
         """
-        if not self.is_alive:
-            raise EngineError(f"{self.name} is stopped. Start it again with restart().")
         return Connector(
-            {
+            lambda: {
                 "kv_connector": "LMCacheMPConnector",
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": {
@@ -133,7 +130,8 @@ class LMCache(Server):
                     "lmcache.mp.mq_timeout": 20,
                 },
             },
-            environment=_QUIET,
+            server=self,
+            variables=_QUIET,
         )
 
     # What is known about it.
@@ -141,10 +139,6 @@ class LMCache(Server):
     def status(self) -> dict[str, Any]:
         """What it says of its parts: L1, L2 adapters, sessions."""
         found: dict[str, Any] = self._get("/status")
-        return found
-
-    def config(self) -> dict[str, Any]:
-        found: dict[str, Any] = self._get("/config")
         return found
 
     def clear(self) -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from kvlab.engines.process import Run
+from kvlab.engines.process import Supervised
 from kvlab.engines.protocol import EngineError
 from kvlab.engines.server import Server
 from kvlab.engines.worker import Worker
@@ -54,25 +54,19 @@ class StoreError(EngineError):
 def start(
     *,
     lease_ms: int = 2000,
-    soft_pin_ms: int = 1_800_000,
     client_ttl_seconds: int = 10,
-    eviction_high_watermark: float = 0.9,
     port: int | None = None,
     deadline: float = 60,
 ) -> Master:
     """Start a master and return it when it answers.
 
-    lease_ms: how long an object stays for whoever has just read it; soft_pin_ms: how long a soft
-    pin holds; client_ttl_seconds: how long a silent client counts as alive; at which fill of the
-    segments the master begins to evict. `port` is that of its RPC; it asks for no key. Its clients
-    lend their memory on all interfaces. Raises EngineError, or
-    kvlab.environments.EnvironmentMissing.
+    lease_ms: how long an object stays for whoever has just read it; client_ttl_seconds: how long a
+    silent client counts as alive. `port` is that of its RPC; it asks for no key. Its clients lend
+    their memory on all interfaces. Raises EngineError, or kvlab.environments.EnvironmentMissing.
     """
     return Master(
         lease_ms=lease_ms,
-        soft_pin_ms=soft_pin_ms,
         client_ttl_seconds=client_ttl_seconds,
-        eviction_high_watermark=eviction_high_watermark,
         port=port,
         deadline=deadline,
     ).start()
@@ -91,18 +85,14 @@ class Master(Server):
         self,
         *,
         lease_ms: int,
-        soft_pin_ms: int,
         client_ttl_seconds: int,
-        eviction_high_watermark: float,
         port: int | None,
         deadline: float,
     ) -> None:
         super().__init__(port=port, deadline=deadline)
         self._flags = [
             f"--default_kv_lease_ttl={lease_ms}",
-            f"--default_kv_soft_pin_ttl={soft_pin_ms}",
             f"--client_ttl={client_ttl_seconds}",
-            f"--eviction_high_watermark_ratio={eviction_high_watermark}",
         ]
 
     def _command(self) -> list[str]:
@@ -118,7 +108,7 @@ class Master(Server):
             *self._flags,
         ]
 
-    def _is_ready(self, run: Run) -> bool:
+    def _is_ready(self, run: Supervised) -> bool:
         return super()._is_ready(run) and self._listens(run, self.ports["rpc"])
 
     @property
@@ -168,8 +158,7 @@ class Store(Worker):
         """host:port at which its bytes are read and written; replicas() names it."""
 
     def _check_room(self) -> None:
-        if not self._master.is_alive:  # setup would try for a minute and a half
-            raise EngineError("The Mooncake master is stopped: restart() it first.")
+        self._master.need()  # setup would try for a minute and a half
 
     def _begin(self) -> None:
         """Join the store."""

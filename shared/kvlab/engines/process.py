@@ -43,31 +43,6 @@ _SOCKET_NAME = 40
 """Bytes to keep free for a socket's own name: ZeroMQ users name theirs by a UUID of 36."""
 
 
-def available_memory() -> int:
-    """Bytes of main memory that a new process can have: the machine's, or its container's."""
-    left = psutil.virtual_memory().available
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, group = line.split(":", 2)
-        if controllers == "":  # version 2, https://docs.kernel.org/admin-guide/cgroup-v2.html
-            root, limit, usage = Path("/sys/fs/cgroup"), "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):  # version 1
-            root = Path("/sys/fs/cgroup/memory")
-            limit, usage = "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        # Inside a container the group's path may be the host's; then the root is its own group.
-        for folder in {root / group.lstrip("/"), root}:
-            with contextlib.suppress(OSError, ValueError):  # no such file, or "max": no limit
-                stat = dict(
-                    line.split() for line in (folder / "memory.stat").read_text().splitlines()
-                )
-                used = int((folder / usage).read_text())
-                # File pages that nobody used for long are given up before anyone is killed.
-                used -= int(stat.get("total_inactive_file", stat["inactive_file"]))
-                left = min(left, max(0, int((folder / limit).read_text()) - used))
-    return left
-
-
 def free_ports(count: int) -> list[int]:
     """Loopback TCP ports that nobody listens on now."""
     with contextlib.ExitStack() as held:  # all at once, so that they differ
@@ -150,11 +125,39 @@ def _new_folder() -> tuple[Path, int]:
     return root / run, lock
 
 
+class Scratch:
+    """A temporary folder in the cache folder, for what systems write.
+
+    It goes with remove(), with its `with` block, when it is forgotten, or when the interpreter
+    exits; if this process is killed, at the next start of any system.
+    """
+
+    def __init__(self) -> None:
+        folder, lock = _new_folder()
+        self.path = folder / "files"
+        self.path.mkdir()
+        self._remove = weakref.finalize(self, _discard, folder, lock)
+
+    def remove(self) -> None:
+        self._remove()
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def _discard(folder: Path, lock: int) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    os.close(lock)
+
+
 def sweep() -> list[str]:
     """End and remove runs whose supervisor was killed; returns their names.
 
-    A supervisor holds its folder's lock for as long as it lives, so a folder that can be locked
-    has lost its own. Every start calls this first.
+    A supervisor holds its folder's lock for as long as it lives (a Scratch for as long as its
+    process does), so a folder that can be locked has lost its own. Every start calls this first.
     """
     swept = []
     for folder in _temp_root().glob("[0-9a-f]*"):
@@ -166,7 +169,7 @@ def sweep() -> list[str]:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     continue  # its supervisor lives
-            supervisor.end_marked(folder.name, System.grace)
+            supervisor.end_marked(folder, System.grace)
             shutil.rmtree(folder, ignore_errors=True)
             swept.append(folder.name)
     return swept
@@ -185,7 +188,7 @@ def _new_log(name: str, run: str) -> Path:
     return log
 
 
-class Run:
+class Supervised:
     """One supervisor with its engine, from start to end."""
 
     def __init__(
@@ -268,7 +271,7 @@ class Run:
             # A supervisor that did its work has removed the folder last. One that was killed
             # has not, and has left processes that only their mark still names.
             if self.folder.exists():
-                supervisor.end_marked(self.folder.name, self.grace)
+                supervisor.end_marked(self.folder, self.grace)
                 shutil.rmtree(self.folder, ignore_errors=True)
 
     def status(self) -> str:
@@ -294,8 +297,8 @@ class System:
     """A system in processes of its own.
 
     A derived class sets `name` and `_environment_name`, gives `_command`, says in `_is_ready` when
-    it is ready, and may add to `_environment`, or translate in `_sentences` what it says when it
-    fails. Its ports are chosen anew at each start, free ones on loopback, under the names in
+    it is ready, and may add to `_variables`, or translate in `_sentences` what it says when it
+    fails. Its ports are free ones on loopback, chosen at the first start, under the names in
     `_port_names`.
 
     Everything of it ends with stop(), with its `with` block, when the object is forgotten, when
@@ -318,7 +321,7 @@ class System:
         """The first port, where its user chose one."""
         self._deadline = deadline
         self._starting = threading.RLock()
-        self._run: Run | None = None
+        self._run: Supervised | None = None
         self._end: weakref.finalize[Any, Any] | None = None
         self.ports: dict[str, int] = {}
         """The loopback ports of this run, by what they are for."""
@@ -328,7 +331,7 @@ class System:
     def _command(self) -> list[str]:
         raise NotImplementedError
 
-    def _environment(self, folder: Path) -> dict[str, str]:
+    def _variables(self, folder: Path) -> dict[str, str]:
         """Its variables; `folder` is the run's own, removed with it, and where it is started."""
         return environments.clean_variables(self._environment_name, self._python) | {
             "TMPDIR": str(folder),
@@ -338,10 +341,10 @@ class System:
     def _check_room(self) -> None:
         """Raise EngineError where it cannot fit; what others left is gone by now."""
 
-    def _is_ready(self, run: Run) -> bool:
+    def _is_ready(self, run: Supervised) -> bool:
         raise NotImplementedError
 
-    def _connect(self, run: Run) -> None:
+    def _connect(self, run: Supervised) -> None:
         """Prepare what is needed to speak with a run that has just begun to start."""
 
     def _disconnect(self) -> None:
@@ -383,22 +386,24 @@ class System:
             # Between choosing a port and binding it somebody else took it.
             if self._wanted_port is not None:
                 raise EngineError(str(taken), taken.log) from None
+            self.ports = {}
             self._start_once()
 
     def _start_once(self) -> None:
-        self.ports = dict(zip(self._port_names, free_ports(len(self._port_names)), strict=True))
-        if self._wanted_port is not None:
-            self.ports[self._port_names[0]] = self._wanted_port
+        if not self.ports or not all(map(_port_is_free, self.ports.values())):
+            numbers = free_ports(len(self._port_names))
+            self.ports = dict(zip(self._port_names, numbers, strict=True))
+            if self._wanted_port is not None:
+                self.ports[self._port_names[0]] = self._wanted_port
         folder, lock = _new_folder()
         try:
             command = self._command()
-            environment = self._environment(folder)
+            environment = self._variables(folder)
             log = _new_log(self.name, folder.name)
         except BaseException:
-            os.close(lock)
-            shutil.rmtree(folder)
+            _discard(folder, lock)
             raise
-        run = self._run = Run(self.name, folder, lock, log, command, environment, self.grace)
+        run = self._run = Supervised(self.name, folder, lock, log, command, environment, self.grace)
         # Runs when this object is collected and when the interpreter exits, but once.
         self._end = weakref.finalize(self, run.end)
         try:
@@ -409,7 +414,7 @@ class System:
             self.stop()
             raise
 
-    def _wait(self, run: Run, line: Line) -> None:
+    def _wait(self, run: Supervised, line: Line) -> None:
         until = time.monotonic() + self._deadline
         while time.monotonic() < until:
             if not run.alive:
@@ -430,7 +435,7 @@ class System:
             run.log,
         )
 
-    def _listens(self, run: Run, port: int) -> bool:
+    def _listens(self, run: Supervised, port: int) -> bool:
         """Whether a process of this very run listens there: somebody else's could."""
         for process in supervisor.marked(run.folder.name):
             with contextlib.suppress(psutil.Error):
@@ -446,7 +451,8 @@ class System:
             self._end()
 
     def restart(self) -> Self:
-        """Stop, and start again with the same settings; its ports may be others."""
+        """Stop, and start again with the same settings; at the same ports, unless somebody else
+        has taken one meanwhile."""
         self.stop()
         return self.start()
 
@@ -476,6 +482,11 @@ class System:
         """Whether its main process runs."""
         return self._run is not None and self._run.alive
 
+    def need(self) -> None:
+        """Raise EngineError if it does not run: another one is about to rely on it."""
+        if not self.is_alive:
+            raise EngineError(f"{self.name} is stopped: restart() it first.")
+
     @property
     def pid(self) -> int:
         """Process id of its main process."""
@@ -487,7 +498,7 @@ class System:
         return self._begun.log
 
     @property
-    def _begun(self) -> Run:
+    def _begun(self) -> Supervised:
         if self._run is None:
             raise EngineError(f"{self.name} was not started")
         return self._run

@@ -102,6 +102,13 @@ def is_one(prompt: object) -> bool:
     return len(prompt) > 0 and all(hasattr(part, "__index__") for part in prompt)
 
 
+def only(prompt: Prompt) -> Prompt:
+    """The prompt, if it is one; else raises EngineError."""
+    if not is_one(prompt):
+        raise EngineError("stream() takes one prompt; generate() takes several.")
+    return prompt
+
+
 def complete(
     prompt: Prompt | Prompts, one: Callable[[Prompt], Completion]
 ) -> Completion | list[Completion]:

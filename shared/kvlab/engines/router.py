@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from kvlab.engines.process import TOKEN, Run
+from kvlab.engines.process import TOKEN, Supervised
 from kvlab.engines.protocol import EngineError
 from kvlab.engines.sglang import Native, SGLang
 from kvlab.inside import token
@@ -89,18 +89,18 @@ class Router(Native):
             *("--host", "127.0.0.1", "--port", str(self.port)),
             *("--log-level", "warn"),
             *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(self.ports["metrics"])),
-            *self._flags,
+            *self._settings(),
             *where,
         ]
 
-    def _environment(self, folder: Path) -> dict[str, str]:
-        return super()._environment(folder) | {token.VARIABLE: TOKEN}
+    def _variables(self, folder: Path) -> dict[str, str]:
+        return super()._variables(folder) | {token.VARIABLE: TOKEN}
 
     def _check_room(self) -> None:
-        if not all(replica.is_alive for replica in self.replicas):
-            raise EngineError("A server behind the router is stopped: restart() it first.")
+        for replica in self.replicas:
+            replica.need()
 
-    def _is_ready(self, run: Run) -> bool:
+    def _is_ready(self, run: Supervised) -> bool:
         # By itself it is ready with the first server that it has found healthy.
         if not super()._is_ready(run):
             return False

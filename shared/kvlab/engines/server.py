@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvlab.engines.process import TOKEN, Run, System
+from kvlab.engines.process import TOKEN, Supervised, System
 from kvlab.engines.protocol import EngineError
 
 
@@ -41,7 +41,7 @@ class Server(System):
 
     # What System asks for.
 
-    def _connect(self, run: Run) -> None:
+    def _connect(self, run: Supervised) -> None:
         self._client = httpx.Client(
             base_url=self.url,
             headers={"Authorization": f"Bearer {TOKEN}"},
@@ -57,7 +57,7 @@ class Server(System):
             self._client.close()
             self._client = None
 
-    def _is_ready(self, run: Run) -> bool:
+    def _is_ready(self, run: Supervised) -> bool:
         # Whoever listens gets the token: first see that it is this very run.
         with contextlib.suppress(httpx.HTTPError):
             return (

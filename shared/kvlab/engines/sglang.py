@@ -25,10 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from kvlab import environments, models
+from kvlab import models
+from kvlab.engines import room
 from kvlab.engines.generating import GeneratingServer
 from kvlab.engines.mooncake import Master
-from kvlab.engines.process import TOKEN, available_memory
+from kvlab.engines.process import TOKEN
 from kvlab.engines.protocol import Chunk, Completion, EngineError, Prompt
 from kvlab.inside import token
 
@@ -36,6 +37,9 @@ ENVIRONMENT = "sglang"
 
 _OVERHEAD = 2 << 30
 """Bytes of main memory that its three processes take on a CPU besides weights and KV."""
+_STATIC = 0.6
+"""Which part of the memory that is free at the start weights and KV may take on a CPU. Whatever
+else starts meanwhile counts as taken, too."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +48,6 @@ class HiCache:
 
     ratio: float = 2.0
     """Tokens of L2 for each token of the device."""
-    write_policy: Literal["write_through", "write_through_selective", "write_back"] = (
-        "write_through"
-    )
     folder: Path | None = None
     """L3 in files of this folder, which stay."""
     master: Master | None = None
@@ -61,10 +62,6 @@ class Tiers:
     device: int
     host: int
     storage: int
-
-    @property
-    def total(self) -> int:
-        return self.device + self.host + self.storage
 
 
 class Native(GeneratingServer):
@@ -162,7 +159,6 @@ def start(
     max_model_len: int = 1024,
     chunked_prefill_size: int = 1024,
     max_running_requests: int = 16,
-    schedule_policy: Literal["lpm", "fcfs", "dfs-weight", "lof", "random"] = "fcfs",
     hicache: HiCache | None = None,
     disaggregation: Literal["prefill", "decode"] | None = None,
     port: int | None = None,
@@ -174,9 +170,8 @@ def start(
     `model` is a name that `kvlab.models.get` knows, or a folder. The other arguments are SGLang's
     flags of the same name (max_model_len: --context-length); they are always passed, so that what
     an engine counts is the same on a CPU and on a GPU. The KV pool of the device has
-    max_total_tokens tokens, in pages of page_size. schedule_policy: which of the waiting requests
-    goes first; "lpm" is the one with the longest cached prefix. `disaggregation` makes it one side
-    of a pair: see `kvlab.engines.sglang_pd`. `deadline` is in seconds.
+    max_total_tokens tokens, in pages of page_size. `disaggregation` makes it one side of a pair:
+    see `kvlab.engines.sglang_pd`. `deadline` is in seconds.
 
     Raises EngineError, kvlab.models.ModelError if no model has that name or it cannot be had,
     kvlab.environments.EnvironmentMissing if SGLang is not installed.
@@ -189,7 +184,6 @@ def start(
         max_model_len=max_model_len,
         chunked_prefill_size=chunked_prefill_size,
         max_running_requests=max_running_requests,
-        schedule_policy=schedule_policy,
         hicache=hicache,
         disaggregation=disaggregation,
         port=port,
@@ -235,23 +229,18 @@ class SGLang(Native):
         max_model_len: int,
         chunked_prefill_size: int,
         max_running_requests: int,
-        schedule_policy: str,
         hicache: HiCache | None,
         disaggregation: str | None,
         port: int | None,
         deadline: float,
         extra_args: Sequence[str],
     ) -> None:
-        if isinstance(extra_args, str):
-            raise EngineError("extra_args is a list of words, not one text: use text.split().")
-        environments.python(ENVIRONMENT)  # before a model is made for nothing
-        self.device = environments.device()
-        """"cpu" or "cuda"."""
-        self.folder = models.folder(model)
-        """The model's folder."""
-        self.model = self.folder.name if isinstance(model, Path) or Path(model).is_dir() else model
-        super().__init__(f"with {self.model}", port=port, deadline=deadline)
+        super().__init__(port=port, deadline=deadline)
+        self._loads(model, dtype, extra_args)
+        self._kv_bytes = room.kv_bytes(self.folder, dtype, max_total_tokens)
         self._vocabulary = int(models.config(self.folder)["vocab_size"])
+        if hicache is not None and hicache.folder is not None and hicache.master is not None:
+            raise EngineError("HiCache has one L3: a folder or a Mooncake Store.")
         self._hicache = hicache
         self._flags = [
             *("--dtype", dtype),
@@ -260,7 +249,7 @@ class SGLang(Native):
             *("--context-length", str(max_model_len)),
             *("--chunked-prefill-size", str(chunked_prefill_size)),
             *("--max-running-requests", str(max_running_requests)),
-            *("--schedule-policy", schedule_policy),
+            *("--schedule-policy", "fcfs"),  # as vLLM's
             *("--random-seed", "0"),
             "--enable-metrics",
             "--enable-cache-report",  # cached_tokens in the answers
@@ -274,28 +263,26 @@ class SGLang(Native):
             self._flags += [
                 *("--device", "cpu"),
                 *("--attention-backend", "torch_native"),
-                # What weights and pool may take of the memory that is free at the start; the pool
-                # has max_total_tokens. Whatever else starts meanwhile counts as taken, too.
-                *("--mem-fraction-static", "0.6"),
+                *("--mem-fraction-static", str(_STATIC)),
             ]
-        if hicache is not None:
-            self._flags += _tiers(hicache)
         if disaggregation is not None:
             # A prefill side tells there where its KV lies.
             self._port_names = ("http", "bootstrap")
             self._flags += ["--disaggregation-mode", disaggregation]
             self._flags += ["--disaggregation-transfer-backend", "mooncake_tcp"]
-        self._extra_args = list(extra_args)
 
     # What System asks for.
 
     def _check_room(self) -> None:
-        free = available_memory()
-        if self.device == "cpu" and free < _OVERHEAD:
-            raise EngineError(
-                f"{self.name} needs about {_OVERHEAD / (1 << 30):.0f} GiB of memory, and "
-                f"{free / (1 << 30):.1f} GiB are free. Stop other engines and kernels."
-            )
+        if self._hicache is not None and self._hicache.master is not None:
+            self._hicache.master.need()
+        if self.device == "cpu":
+            static = self._weights + self._kv_bytes
+            spare = max(_OVERHEAD, round(static / _STATIC) - static)
+            parts = {"weights": self._weights, "KV pool": self._kv_bytes, "besides": spare}
+            if self._hicache is not None:
+                parts["host tier"] = round(self._kv_bytes * self._hicache.ratio)
+            room.check(self.name, parts, "give a smaller max_total_tokens or a smaller model")
 
     def _command(self) -> list[str]:
         ports = []
@@ -306,14 +293,17 @@ class SGLang(Native):
             *("--model-path", str(self.folder), "--served-model-name", self.model),
             *("--host", "127.0.0.1", "--port", str(self.port)),
             *ports,
-            *self._flags,
-            *self._extra_args,
+            *self._settings(),
         ]
 
-    def _environment(self, folder: Path) -> dict[str, str]:
+    def _settings(self) -> list[str]:
+        tiers = [] if self._hicache is None else _tiers(self._hicache)
+        return [*tiers, *super()._settings()]
+
+    def _variables(self, folder: Path) -> dict[str, str]:
         # In a file that only this user can read: everybody sees a command line.
         (folder / _SETTINGS).write_text(f'api-key: "{TOKEN}"\n')
-        env = super()._environment(folder) | {
+        env = super()._variables(folder) | {
             "SGLANG_HOST_IP": "127.0.0.1",  # for the sockets between its processes
             # Else torch opens a port for its process group, on all interfaces.
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{folder / 'rendezvous'}",
@@ -346,11 +336,6 @@ class SGLang(Native):
             storage=int(details.get("storage", 0)),
         )
 
-    def info(self) -> dict[str, Any]:
-        """What the server says of its settings and its state."""
-        found: dict[str, Any] = self._get("/server_info")
-        return found
-
     def reset_prefix_cache(self) -> bool:
         """Forget all cached KV of device and host. Returns False, and forgets none, while
         requests run or wait. What is in storage (L3) stays."""
@@ -362,13 +347,11 @@ def _tiers(hicache: HiCache) -> list[str]:
     flags = [
         "--enable-hierarchical-cache",
         *("--hicache-ratio", str(hicache.ratio)),
-        *("--hicache-write-policy", hicache.write_policy),
+        *("--hicache-write-policy", "write_through"),
         *("--hicache-io-backend", "direct"),
         *("--hicache-mem-layout", "page_first_direct"),
         *("--hicache-storage-prefetch-policy", "wait_complete"),
     ]
-    if hicache.folder is not None and hicache.master is not None:
-        raise EngineError("HiCache has one L3: a folder or a Mooncake Store.")
     if hicache.folder is not None:
         flags += ["--hicache-storage-backend", "file"]
     if hicache.master is not None:

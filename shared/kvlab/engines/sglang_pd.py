@@ -13,6 +13,7 @@ Checked against SGLang 0.5.23 (srt/disaggregation) and sglang-router 0.3.2.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any, Self, overload
@@ -31,17 +32,14 @@ def start(model: str | Path = "smollm2-135m", **settings: Any) -> SGLangPair:
     raises; nothing is left then.
     """
     refuse_port(settings)
-    prefill = sglang.start(model, disaggregation="prefill", **settings)
-    try:
+    with contextlib.ExitStack() as started:
+        prefill = sglang.start(model, disaggregation="prefill", **settings)
+        started.enter_context(prefill)
         decode = sglang.start(model, disaggregation="decode", **settings)
-        try:
-            return SGLangPair(prefill, decode, router.start_pair(prefill, decode))
-        except BaseException:
-            decode.stop()
-            raise
-    except BaseException:
-        prefill.stop()
-        raise
+        started.enter_context(decode)
+        front = router.start_pair(prefill, decode)
+        started.pop_all()
+    return SGLangPair(prefill, decode, front)
 
 
 class SGLangPair(Pair[SGLang]):

@@ -13,9 +13,8 @@ vllm/v1/metrics/loggers.py.
 from __future__ import annotations
 
 import json
-import math
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -23,17 +22,18 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import msgspec
 import zmq
 
-from kvlab import environments, models
+from kvlab.engines import room
 from kvlab.engines.generating import GeneratingServer
-from kvlab.engines.process import TOKEN, Run, available_memory
+from kvlab.engines.process import TOKEN, Supervised
 from kvlab.engines.protocol import Chunk, Completion, EngineError, Prompt
+from kvlab.engines.server import Server
 from kvlab.inside import token
 from kvlab.inside.token import RequireToken
 
+_PROCESSES = "for its processes"
 _OVERHEAD = 1472 << 20
 """Bytes of main memory that the CPU build's processes take besides weights and KV: 1,340 MiB of
 their own pages were seen with SmolLM2-135M."""
-_WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 _THREADS = 1
 """Compute threads on a CPU. One thread adds numbers in one order, so that what is printed does not
 depend on the machine's cores; and several engines side by side do not fight for them."""
@@ -116,11 +116,14 @@ def start(
 class Connector:
     """What vLLM has to be started with to use a connector."""
 
-    config: dict[str, Any]
-    """The kv_transfer_config."""
-    environment: dict[str, str] = field(default_factory=dict)
-    files: dict[str, str] = field(default_factory=dict)
-    """Files of the run's folder, which is where vLLM is started, and their text."""
+    config: Callable[[], dict[str, Any]]
+    """Makes the kv_transfer_config, at each start: `server` may have moved."""
+    server: Server | None = None
+    """What it speaks with; has to run when vLLM starts."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """Of the environment."""
+    files: Callable[[], dict[str, str]] = dict
+    """Makes files of the run's folder, which is where vLLM is started: their text, by name."""
     ports: tuple[str, ...] = ()
     """Environment variables that name a port: each start gets free ones."""
 
@@ -185,23 +188,12 @@ class VLLM(GeneratingServer):
         deadline: float,
         extra_args: Sequence[str],
     ) -> None:
-        if dtype not in _WIDTH:
-            raise EngineError(f"dtype is one of {', '.join(_WIDTH)}, and not {dtype!r}.")
-        if isinstance(extra_args, str):
-            raise EngineError("extra_args is a list of words, not one text: use text.split().")
-        environments.python("vllm")  # before a model is made for nothing
-        self.device = environments.device()
-        """"cpu" or "cuda"."""
-        self.folder = models.folder(model)
-        """The model's folder."""
-        self.model = self.folder.name if isinstance(model, Path) or Path(model).is_dir() else model
-        """The model's name, as metrics and requests have it."""
-        super().__init__(f"with {self.model}", port=port, deadline=deadline)
-        self._dtype = dtype
-        self._numbers = _weights(self.folder)
+        super().__init__(port=port, deadline=deadline)
+        self._loads(model, dtype, extra_args)
         self._kv_bytes = kv_cache_memory_bytes
         if num_gpu_blocks_override is not None:
-            self._kv_bytes = num_gpu_blocks_override * _block_bytes(self.folder, dtype, block_size)
+            tokens = num_gpu_blocks_override * block_size
+            self._kv_bytes = room.kv_bytes(self.folder, dtype, tokens)
         self._flags = [
             *("--dtype", dtype),
             *("--block-size", str(block_size)),
@@ -227,7 +219,6 @@ class VLLM(GeneratingServer):
             self._flags += ["--num-gpu-blocks-override", str(num_gpu_blocks_override)]
         self._connector = connector
         if connector is not None:
-            self._flags += ["--kv-transfer-config", json.dumps(connector.config)]
             self._port_names = ("http", *connector.ports)
         self._event_line: zmq.Socket[bytes] | None = None
         self._tells_events = kv_events
@@ -245,35 +236,33 @@ class VLLM(GeneratingServer):
             self._flags += ["--gpu-memory-utilization", "0.05"]
         self._eager = enforce_eager
         self._policy = scheduling_policy
-        self._extra_args = list(extra_args)
 
     # What Server asks for.
 
     def _check_room(self) -> None:
-        if self.device != "cpu":
-            return
-        weights = self._numbers * _WIDTH[self._dtype]
-        needed = weights + self._kv_bytes + _OVERHEAD
-        free = available_memory()
-        if needed > free:
-            raise EngineError(
-                f"{self.name} needs about {_gib(needed)} of memory ({_gib(weights)} weights, "
-                f"{_gib(self._kv_bytes)} KV cache, {_gib(_OVERHEAD)} for its processes), and "
-                f"{_gib(free)} are free. Stop other engines and kernels, or give a smaller "
-                f"kv_cache_memory_bytes or a smaller model."
-            )
+        if self._connector is not None and self._connector.server is not None:
+            self._connector.server.need()
+        if self.device == "cpu":
+            parts = {"weights": self._weights, "KV cache": self._kv_bytes, _PROCESSES: _OVERHEAD}
+            cure = "give a smaller kv_cache_memory_bytes or a smaller model"
+            room.check(self.name, parts, cure)
 
     def _command(self) -> list[str]:
         return [
             *(str(self._python), "-m", "vllm.entrypoints.cli.main", "serve", str(self.folder)),
             *("--served-model-name", self.model, "--host", "127.0.0.1", "--port", str(self.port)),
             *("--middleware", f"{RequireToken.__module__}.{RequireToken.__name__}"),
-            *self._flags,
-            *self._extra_args,
+            *self._settings(),
         ]
 
-    def _environment(self, folder: Path) -> dict[str, str]:
-        env = super()._environment(folder) | {
+    def _settings(self) -> list[str]:
+        if self._connector is None:
+            return super()._settings()
+        connector = ["--kv-transfer-config", json.dumps(self._connector.config())]
+        return [*connector, *super()._settings()]
+
+    def _variables(self, folder: Path) -> dict[str, str]:
+        env = super()._variables(folder) | {
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_RPC_BASE_PATH": str(folder),
             "VLLM_SERVER_DEV_MODE": "1",  # POST /reset_prefix_cache
@@ -284,9 +273,9 @@ class VLLM(GeneratingServer):
             token.VARIABLE: TOKEN,
         }
         if self._connector is not None:
-            env |= self._connector.environment
+            env |= self._connector.variables
             env |= {name: str(self.ports[name]) for name in self._connector.ports}
-            for name, text in self._connector.files.items():
+            for name, text in self._connector.files().items():
                 (folder / name).write_text(text)
         if self.device == "cpu":
             # "nobind" leaves threads to the kernel: with the default every engine on a machine
@@ -301,7 +290,7 @@ class VLLM(GeneratingServer):
                 env["TORCH_COMPILE_DISABLE"] = "1"
         return env
 
-    def _connect(self, run: Run) -> None:
+    def _connect(self, run: Supervised) -> None:
         super()._connect(run)
         if self._tells_events:
             # Before vLLM binds it: what is told before anyone listens is lost.
@@ -454,56 +443,3 @@ class VLLM(GeneratingServer):
 def _chunk(choice: dict[str, Any], **end: Any) -> Chunk:
     logprobs = choice.get("logprobs") or {"token_logprobs": []}
     return Chunk(choice["text"], choice["token_ids"], logprobs["token_logprobs"], **end)
-
-
-def _gib(count: int) -> str:
-    return f"{count / (1 << 30):.1f} GiB"
-
-
-def _weights(folder: Path) -> int:
-    """How many numbers a model's safetensors hold; raises if a file is missing or incomplete.
-
-    A safetensors file is 8 bytes N (little endian), N bytes of JSON with each tensor's shape and
-    place, then the tensors: https://github.com/huggingface/safetensors#format
-    """
-    files = set(folder.glob("*.safetensors"))
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = json.loads(index.read_text())["weight_map"].values()
-        except (ValueError, LookupError, TypeError, AttributeError):
-            raise EngineError(f"{index} cannot be read: get the model anew.") from None
-        files = {folder / name for name in names}
-    if not files:
-        raise EngineError(f"No weights in {folder}: there is no .safetensors file.")
-    numbers = 0
-    for path in sorted(files):
-        if not path.is_file():
-            raise EngineError(f"The model in {folder} is incomplete: {path.name} is missing.")
-        size = path.stat().st_size
-        try:
-            with path.open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(length) if length < size else b"")
-            header.pop("__metadata__", None)
-            tensors = [math.prod(tensor["shape"]) for tensor in header.values()]
-            whole = 8 + length + max(tensor["data_offsets"][1] for tensor in header.values())
-        except (ValueError, LookupError, TypeError, AttributeError):
-            raise EngineError(f"{path} is not a whole safetensors file: get it anew.") from None
-        if size != whole:
-            raise EngineError(
-                f"{path} has {size} bytes, but its header speaks of {whole}: it was cut short. "
-                f"Get the model anew."
-            )
-        numbers += sum(tensors)
-    return numbers
-
-
-def _block_bytes(folder: Path, dtype: str, block_size: int) -> int:
-    """Bytes of one KV block: K and V of every layer and KV head for block_size tokens."""
-    config = models.config(folder)
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    kv_heads = config.get("num_key_value_heads") or heads
-    token: int = 2 * config["num_hidden_layers"] * kv_heads * head_dim * _WIDTH[dtype]
-    return token * block_size

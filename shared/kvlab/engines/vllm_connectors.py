@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from kvlab import environments
 from kvlab.engines.mooncake import Master
-from kvlab.engines.protocol import EngineError
 from kvlab.engines.vllm import Connector
 
 _OWN = "kvlab.inside.connectors"
@@ -25,7 +24,7 @@ def to_disk(folder: Path) -> Connector:
     its KV and a request's cache salt make no difference. It is what its name says.
     """
     return Connector(
-        {
+        lambda: {
             "kv_connector": "ExampleConnector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": {"shared_storage_path": str(folder.absolute())},
@@ -42,7 +41,7 @@ def to_host(memory_bytes: int) -> Connector:
     if environments.device() == "cpu":
         extra |= {"spec_name": "HostMemorySpec", "spec_module_path": f"{_OWN}.host_memory"}
     return Connector(
-        {
+        lambda: {
             "kv_connector": "OffloadingConnector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": extra,
@@ -57,13 +56,14 @@ def to_store(master: Master) -> Connector:
     Transfer Engine, in vLLM's worker, listens on all interfaces (`kvlab.engines.transfer_engine`).
     """
     return Connector(
-        {
+        lambda: {
             "kv_connector": "BlockStoreConnector",
             "kv_connector_module_path": f"{_OWN}.block_store",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"master": _address(master)},
-        }
+            "kv_connector_extra_config": {"master": master.address},
+        },
+        server=master,
     )
 
 
@@ -73,38 +73,38 @@ def to_mooncake(master: Master, *, segment_bytes: int = 0) -> Connector:
     vLLM's worker lends the store segment_bytes; with 0 some other client has to. The worker's
     Transfer Engine listens on all interfaces (`kvlab.engines.transfer_engine`).
     """
-    config = {
-        "metadata_server": "P2PHANDSHAKE",
-        "master_server_address": _address(master),
-        "global_segment_size": segment_bytes,
-        "local_buffer_size": 64 << 20,
-        "protocol": "tcp",
-        "device_name": "",
-        "mode": "embedded" if segment_bytes else "standalone-store",
-    }
+
+    def config() -> dict[str, str]:
+        told = {
+            "metadata_server": "P2PHANDSHAKE",
+            "master_server_address": master.address,
+            "global_segment_size": segment_bytes,
+            "local_buffer_size": 64 << 20,
+            "protocol": "tcp",
+            "device_name": "",
+            "mode": "embedded" if segment_bytes else "standalone-store",
+        }
+        return {"mooncake.json": json.dumps(told)}
+
     return Connector(
-        {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"},
-        environment={"MOONCAKE_CONFIG_PATH": "mooncake.json"},
-        files={"mooncake.json": json.dumps(config)},
+        lambda: {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"},
+        server=master,
+        variables={"MOONCAKE_CONFIG_PATH": "mooncake.json"},
+        files=config,
     )
 
 
-def over_nixl() -> Connector:
+def over_nixl(role: Literal["kv_producer", "kv_consumer"]) -> Connector:
     """vLLM's NixlConnector: KV straight from one vLLM's memory into another's
-    (`kvlab.engines.vllm_pd`).
+    (`kvlab.engines.vllm_pd`). The producer is the prefill side.
 
     NIXL moves bytes with UCX: on a CPU over loopback TCP, on a GPU also from GPU to GPU.
     """
-    config: dict[str, Any] = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    config: dict[str, Any] = {"kv_connector": "NixlConnector", "kv_role": role}
     # UCX would listen on every network device.
-    environment = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "UCX_NET_DEVICES": "lo"}
+    variables = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "UCX_NET_DEVICES": "lo"}
     if environments.device() == "cpu":
         config["kv_buffer_device"] = "cpu"
-        environment["UCX_TLS"] = "tcp,sm,self"
-    return Connector(config, environment=environment, ports=("VLLM_NIXL_SIDE_CHANNEL_PORT",))
-
-
-def _address(master: Master) -> str:
-    if not master.is_alive:
-        raise EngineError("The Mooncake master is stopped: restart() it first.")
-    return master.address
+        variables["UCX_TLS"] = "tcp,sm,self"
+    ports = ("VLLM_NIXL_SIDE_CHANNEL_PORT",)
+    return Connector(lambda: config, variables=variables, ports=ports)

@@ -13,13 +13,14 @@ Checked against vLLM 0.32.0 (distributed/kv_transfer/kv_connector/v1/nixl).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any, overload
 
 from kvlab.engines import vllm
 from kvlab.engines.pair import Pair, refuse_port
-from kvlab.engines.protocol import Chunk, Completion, EngineError, Prompt, Prompts, complete, is_one
+from kvlab.engines.protocol import Chunk, Completion, EngineError, Prompt, Prompts, complete, only
 from kvlab.engines.vllm import VLLM
 from kvlab.engines.vllm_connectors import over_nixl
 
@@ -40,12 +41,11 @@ def start(model: str | Path = "smollm2-135m", **settings: Any) -> VLLMPair:
     Raises what `vllm.start` raises; nothing is left then.
     """
     refuse_port(settings)
-    prefill = vllm.start(model, connector=over_nixl(), **settings)
-    try:
-        decode = vllm.start(model, connector=over_nixl(), **settings)
-    except BaseException:
-        prefill.stop()
-        raise
+    with contextlib.ExitStack() as started:
+        prefill = vllm.start(model, connector=over_nixl("kv_producer"), **settings)
+        started.enter_context(prefill)
+        decode = vllm.start(model, connector=over_nixl("kv_consumer"), **settings)
+        started.pop_all()
     return VLLMPair(prefill, decode)
 
 
@@ -80,6 +80,4 @@ class VLLMPair(Pair[VLLM]):
 
     def stream(self, prompt: Prompt, **options: Any) -> Generator[Chunk]:
         """Complete one prompt and yield what comes as it comes; all of it from the decode side."""
-        if not is_one(prompt):
-            raise EngineError("stream() takes one prompt; generate() takes several.")
-        yield from self.decode.stream_of(self._handed_over(prompt, options))
+        yield from self.decode.stream_of(self._handed_over(only(prompt), options))

@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from kvlab.engines.process import Run, System
+from kvlab.engines.process import Supervised, System
 from kvlab.engines.protocol import EngineError
 from kvlab.inside import calls
 
@@ -57,7 +57,7 @@ class Worker(System):
     def _command(self) -> list[str]:
         return [str(self._python), "-P", "-m", f"kvlab.inside.{self._program}"]
 
-    def _is_ready(self, run: Run) -> bool:
+    def _is_ready(self, run: Supervised) -> bool:
         if self._socket is None:
             place = run.folder / calls.SOCKET
             if not place.exists():

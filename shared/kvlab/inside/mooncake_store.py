@@ -34,7 +34,7 @@ def put(key: str, value: bytes, replicas: int, segment: str, soft_pin: bool, har
     config.replica_num = replicas
     config.preferred_segment = segment
     if soft_pin:
-        config.soft_pin_action = SoftPinAction.ACTIVATION
+        config.soft_pin_action = SoftPinAction.ENABLE
     config.with_hard_pin = hard_pin
     return store.put(key, value, config)
 
