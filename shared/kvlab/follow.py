@@ -102,7 +102,7 @@ def talk(engine: Engine, watch: Watch, path: PathPicture) -> Seen:
         answer = engine.generate(prompt, max_tokens=OUTPUT, ignore_eos=True)
         path.note(event, watch.moved())
         print(f"{event}: {answer.cached_tokens} of {answer.prompt_tokens} tokens cached")
-        print(f"    {path.told()}")
+        print(path.told())
         answers.append(answer)
         prompt = follow_up(answers[0])
     first, again, after = answers
