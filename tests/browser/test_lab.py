@@ -208,6 +208,15 @@ def _chapter(page, course, notebook, picture):
     return cell
 
 
+def test_a_stored_picture_fits_a_narrow_page(page, course):
+    page.set_viewport_size({"width": 800, "height": 1400})
+    _open(page, course, "chapters/01_scheduling.ipynb")
+    picture = page.locator(".jp-RenderedSVG img").first
+    picture.scroll_into_view_if_needed()
+    wide, room = picture.evaluate("(img) => [img.width, img.parentElement.clientWidth]")
+    assert 0 < wide <= room < 800
+
+
 def test_the_timetable_moves_by_keyboard(page, course):
     _chapter(page, course, "01_scheduling", "Timeline")
     picture = page.locator(".widget-html svg[role=img]").first
