@@ -90,7 +90,7 @@ def _value(page: Mapping[str, float], name: str) -> float:
 
 def talk(engine: Engine, watch: Watch, path: PathPicture) -> Seen:
     """The question, the follow-up, and the follow-up once more after the engine's own cache was
-    emptied; each lights the path, and is told in a line.
+    emptied; each lights the path, and is told in words.
 
     Gives the cached tokens of all three, under the names that `kvlab.systems.thrice` has.
     """
