@@ -89,7 +89,7 @@ def _value(page: Mapping[str, float], name: str) -> float:
 
 def talk(engine: Engine, watch: Watch, path: PathPicture) -> Seen:
     """The question, the follow-up, and the follow-up once more after the engine's own cache was
-    emptied; each lights the path, and is told in a line.
+    emptied; each lights the path, and is told in words.
 
     Gives the cached tokens of all three, under the names that `kvlab.systems.thrice` has.
     """
@@ -101,7 +101,7 @@ def talk(engine: Engine, watch: Watch, path: PathPicture) -> Seen:
         answer = engine.generate(prompt, max_tokens=OUTPUT, ignore_eos=True)
         path.note(event, watch.moved())
         print(f"{event}: {answer.cached_tokens} of {answer.prompt_tokens} tokens cached")
-        print(f"    {path.told()}")
+        print(path.told())
         answers.append(answer)
         prompt = follow_up(answers[0])
     first, again, after = answers

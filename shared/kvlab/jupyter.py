@@ -34,6 +34,8 @@ _LAB_SETTINGS = {
         "doNotDisturbMode": False,
     },
 }
+# JupyterLab itself lets a stored SVG reach over a narrow page.
+_STYLE = ".jp-RenderedSVG img { max-width: 100%; height: auto; }\n"
 
 
 def register(user: bool) -> None:
@@ -81,6 +83,7 @@ def _options(root: Path, port: int) -> list[str]:
     # So that `kvlab` and `python` in a JupyterLab terminal are the course's own.
     os.environ["PATH"] = f"{sys.prefix}/bin{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     os.environ["VIRTUAL_ENV"] = sys.prefix
+    (make_cache("jupyter", "config", "custom") / "custom.css").write_text(_STYLE)
     _trust(root)
     return [
         "--ServerApp.ip=127.0.0.1",
@@ -95,6 +98,7 @@ def _options(root: Path, port: int) -> list[str]:
         "--KernelManager.transport_encryption=auto",
         # A default of the server's (90000) of which the server itself complains.
         "--ServerApp.tornado_settings={'ws_ping_timeout': 30000}",
+        "--LabApp.custom_css=True",
         "--LabApp.news_url=None",
         "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
         "--LabApp.extension_manager=readonly",

@@ -192,19 +192,29 @@ def test_a_restarted_kernel_leaves_no_engine_behind(page, course):
 
 
 def _chapter(page, course, notebook, picture):
-    """Open a chapter, see its stored picture, and run it as far as the cell of that picture."""
+    """Open a chapter, see its stored picture, run it as far as that picture's cell; gives it."""
     _open(page, course, f"chapters/{notebook}.ipynb")
     cells = page.evaluate(CELLS)
     index = next(n for n, cell in enumerate(cells) if f"\n{picture}(" in cell["source"])
     page.evaluate(
         "(n) => window.jupyterapp.shell.currentWidget.content.scrollToItem(n, 'center')", index
     )
-    stored = page.locator(f'[data-windowed-list-index="{index}"] .jp-RenderedSVG img')
-    sync_api.expect(stored).to_be_visible()
+    cell = page.locator(f'.jp-Cell[data-windowed-list-index="{index}"]')
+    sync_api.expect(cell.locator(".jp-RenderedSVG img")).to_be_visible()
     _picture(page, f"stored-{notebook[:2]}")
-    count = sum(cell["cell_type"] == "code" for cell in cells[: index + 1])
+    count = sum(one["cell_type"] == "code" for one in cells[: index + 1])
     _run_first(page, count)
     assert [o for o in _outputs(page) if o["output_type"] == "error"] == []
+    return cell
+
+
+def test_a_stored_picture_fits_a_narrow_page(page, course):
+    page.set_viewport_size({"width": 800, "height": 1400})
+    _open(page, course, "chapters/01_scheduling.ipynb")
+    picture = page.locator(".jp-RenderedSVG img").first
+    picture.scroll_into_view_if_needed()
+    wide, room = picture.evaluate("(img) => [img.width, img.parentElement.clientWidth]")
+    assert 0 < wide <= room < 800
 
 
 def test_the_timetable_moves_by_keyboard(page, course):
@@ -237,4 +247,32 @@ def test_slider_changes_the_picture_by_keyboard(page, course):
     # Each key press redraws; expect waits until the last one has.
     sync_api.expect(picture).to_have_attribute("aria-label", re.compile("11 prompt tokens"))
     _picture(page, "chapter-00")
+    assert page.elsewhere == []
+
+
+EVENTS = """
+from kvlab.pictures import PathPicture
+path = PathPicture({"engine": "tokens computed", "pool": "tokens found"})
+path.note("question", {"engine": 401, "pool": 0})
+path.note("follow-up", {"engine": 65, "pool": 384})
+path
+"""
+
+
+def test_the_map_goes_through_events_by_keyboard_and_by_mouse(page, course):
+    cell = _chapter(page, course, "06_the_map", "PathPicture")
+    _retype(page, cell, EVENTS)
+    picture = cell.locator(".widget-html svg[role=img]")
+    lit = picture.locator('rect[rx][fill="#1f5fa8"]')
+    expect = sync_api.expect(picture).to_have_attribute
+    expect("aria-label", re.compile("event 2 of 2: .* 65 tokens computed; .* 384 tokens found"))
+    sync_api.expect(lit).to_have_count(2)
+    cell.locator(".noUi-handle").press("ArrowLeft")
+    expect("aria-label", re.compile("event 1 of 2: .* 401 tokens computed; .* 0 tokens found"))
+    sync_api.expect(lit).to_have_count(1)
+    track = cell.locator(".noUi-target")
+    track.click(position={"x": track.bounding_box()["width"] - 2, "y": 2})
+    expect("aria-label", re.compile("event 2 of 2"))
+    sync_api.expect(lit).to_have_count(2)
+    _picture(page, "chapter-06")
     assert page.elsewhere == []

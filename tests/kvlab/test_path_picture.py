@@ -7,7 +7,7 @@ import pytest
 from kvlab import environments, follow, systems
 from kvlab.follow import Watch
 from kvlab.pictures import PathPicture, path_svg
-from kvlab.pictures.path import PLACES, alternative
+from kvlab.pictures.path import EDGES, PLACES, alternative
 
 SVG = "{http://www.w3.org/2000/svg}"
 UNITS = {
@@ -46,6 +46,14 @@ def test_a_line_lights_with_the_place_it_leads_to(counts, thick):
     assert sum(line.get("stroke-width") == "4" for line in lines) == thick
 
 
+def test_router_and_mover_reach_both_engines_and_lines_join_neighbours():
+    units = dict.fromkeys(("router", "engine", "pool", "mover", "second engine", "second pool"), "")
+    lines = ElementTree.fromstring(path_svg(units, {"router": 2, "mover": 9})).findall(f"{SVG}line")
+    assert sum(line.get("stroke-width") == "4" for line in lines) == 4
+    for one, other in ((PLACES[one], PLACES[other]) for one, other in EDGES):
+        assert abs(one.column - other.column) + abs(one.row - other.row) == 1
+
+
 def test_words_say_the_numbers_and_nothing_lies_outside():
     counts = {"engine": 129, "pool": 0, "cache": (1, 2944)}
     said = alternative(UNITS, counts, "chunk 23 missing", {"engine": "vLLM"})
@@ -77,7 +85,7 @@ def test_events_can_be_gone_through_and_a_static_page_has_the_last():
     assert "event 2 of 2: follow-up" in path._picture.value
     bundle = path._repr_mimebundle_()
     assert bundle["text/plain"].startswith("LMCache, event 2 of 2: follow-up: vLLM 65 tokens")
-    assert path.told() == "vLLM 65 tokens computed; pool on its device 384 tokens found"
+    assert path.told() == "    vLLM 65 tokens computed; pool on its device 384 tokens found"
     path.event.value = 1
     assert path._repr_mimebundle_()["image/svg+xml"] != bundle["image/svg+xml"]
     with pytest.raises(KeyError, match="no 'cloud'"):
@@ -99,9 +107,9 @@ def test_counters_are_differences_with_labels_added_up():
     assert watch.moved() == {"engine": 5, "cache": (5, 2)}
     system.page['hits{s="b"}'] = 4.0
     assert watch.moved() == {"engine": 0, "cache": (1, 0)}
-    scaled = Watch({"handoff": (system, "mb", 1 << 20)})
+    scaled = Watch({"mover": (system, "mb", 1 << 20)})
     system.page["mb"] = 1.625
-    assert scaled.moved() == {"handoff": 1_703_936}
+    assert scaled.moved() == {"mover": 1_703_936}
 
 
 def test_what_is_missing_is_filled_in_and_marked(capsys, monkeypatch):

@@ -7,6 +7,7 @@ set-up is dashed.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from html import escape
 from typing import Any, NamedTuple
@@ -17,8 +18,8 @@ from kvlab.pictures import svg
 
 _WIDTH, _HEIGHT = 764, 452
 _TALL = 76
-_COLUMNS = ((16, 156), (192, 176), (388, 160), (568, 180))
-_ROWS = (40, 140, 252, 346)
+_COLUMNS = ((16, 152), (184, 180), (380, 176), (572, 176))
+_ROWS = (40, 140, 240, 340)
 
 
 class Place(NamedTuple):
@@ -30,32 +31,31 @@ class Place(NamedTuple):
 
 
 PLACES = {
-    "router": Place("router", "decides: where", 0, 0),
+    "router": Place("router", "decides: where", 2, 0),
     "engine": Place("engine", "decides, consumes", 1, 0),
     "pool": Place("pool on its device", "owns", 1, 1),
-    "handoff": Place("handoff", "moves", 2, 1),
+    "mover": Place("NIXL, Transfer Engine", "moves", 2, 1),
     "second engine": Place("second engine", "decides, consumes", 3, 0),
     "second pool": Place("second pool", "owns", 3, 1),
-    "host tier": Place("HiCache: host", "decides, owns", 0, 2),
-    "host tier files": Place("HiCache: files", "owns", 0, 3),
+    "host tier": Place("HiCache: host", "decides, owns", 0, 1),
+    "host tier files": Place("HiCache: files", "owns", 0, 2),
     "cache": Place("LMCache: host", "decides, owns", 1, 2),
     "cache files": Place("LMCache: files", "owns", 1, 3),
-    "mover": Place("Transfer Engine", "moves", 2, 2),
-    "store": Place("Mooncake Store", "owns, decides: where", 2, 3),
+    "store": Place("Mooncake Store", "owns, decides: where", 2, 2),
 }
-# Each pair: a line between them lights when the second one's count moved.
+# Each pair, neighbours on the map: a line between them lights when the second one's count moved.
 EDGES = (
     ("engine", "router"),
+    ("second engine", "router"),
     ("pool", "engine"),
-    ("pool", "handoff"),
-    ("second pool", "handoff"),
     ("second pool", "second engine"),
+    ("pool", "mover"),
+    ("second pool", "mover"),
+    ("mover", "store"),
     ("pool", "host tier"),
     ("host tier", "host tier files"),
     ("pool", "cache"),
     ("cache", "cache files"),
-    ("pool", "mover"),
-    ("mover", "store"),
 )
 
 Unit = str | tuple[str, ...]
@@ -158,18 +158,14 @@ def _box(place: Place, name: str, said: list[str], here: bool, lit: bool) -> str
 
 
 def _edge(one: Place, other: Place, lit: bool) -> str:
-    """A line between the sides of two boxes that face each other."""
+    """A line between two neighbours, from side to side."""
     if (one.row, one.column) > (other.row, other.column):
         one, other = other, one
-    (x, y, wide), (x2, y2, wide2) = _corner(one), _corner(other)
+    (x, y, wide), (x2, y2, _) = _corner(one), _corner(other)
     if one.row == other.row:
-        ends = (x + wide, y + _TALL // 2, x2, y2 + _TALL // 2)
-    elif one.column == other.column:
-        ends = (x + wide // 2, y + _TALL, x2 + wide2 // 2, y2)
-    elif other.column < one.column:
-        ends = (x + 20, y + _TALL, x2 + wide2 - 30, y2)
+        ends = (x + wide, y + _TALL // 2, x2, y + _TALL // 2)
     else:
-        ends = (x + wide - 20, y + _TALL, x2 + 30, y2)
+        ends = (x + wide // 2, y + _TALL, x + wide // 2, y2)
     style = (
         f'stroke="{svg.INK}" stroke-width="4"'
         if lit
@@ -236,14 +232,14 @@ class PathPicture(ipywidgets.VBox):  # type: ignore[misc]
         return f"{self._title}, {number}: {event}" if self._title else f"{number}: {event}", counts
 
     def told(self) -> str:
-        """What moved in the last event, in words."""
+        """What moved in the last event, in words, in lines that fit a narrow page."""
         _, counts = self.events[-1]
         parts = [
             f"{self._names.get(key, PLACES[key].name)} {' and '.join(said)}"
             for key in PLACES
             if (said := _said(key, self._units, counts, zeros=False))
         ]
-        return "; ".join(parts)
+        return textwrap.indent(textwrap.fill("; ".join(parts), 72), "    ")
 
     def _draw(self, _change: Any = None) -> None:
         self._picture.value = self._svg()
