@@ -170,6 +170,20 @@ def pins(name: str, device: str) -> Path:
     return tried if tried.exists() else ROOT / "requirements" / f"{name}-{device}.txt"
 
 
+_BUILDS = {"cpu": ("cpu", "non-cuda"), "cuda": ("cuda13",)}
+"""How the distributions of one code end, which are built for the one device or the other."""
+
+
+def version(package: str, name: str, device: str) -> str:
+    """The version of a package that an environment pins. Raises KeyError where it pins none."""
+    names = {package, *(f"{package}-{build}" for build in _BUILDS[device])}
+    for line in pins(name, device).read_text().splitlines():
+        found, _, pinned = line.partition(" ;")[0].partition("==")
+        if found in names:
+            return pinned
+    raise KeyError(f"{name}-{device}.txt pins no {package}")
+
+
 def key(name: str, device: str, version: tuple[int, int] = sys.version_info[:2]) -> str:
     """12 hex digits that change with the pins, the Python's minor version and the device."""
     file = pins(name, device)

@@ -48,7 +48,11 @@ def get(name: str) -> Path:
 
 def folder(model: str | Path) -> Path:
     """The folder of a model, by a name as `get` knows it or by its path. Raises ModelError."""
-    if isinstance(model, Path) or Path(model).is_dir() or model.startswith((".", "/", "~")):
+    try:
+        is_path = isinstance(model, Path) or Path(model).is_dir()
+    except OSError as error:  # too long for one
+        raise ModelError(f"No model is called {model!r:.80}: {error.strerror}.") from None
+    if isinstance(model, Path) or is_path or model.startswith((".", "/", "~")):
         place = Path(model).expanduser().resolve()
         if not (place / "config.json").is_file():
             raise ModelError(f"No model in {place}: there is no config.json.")
@@ -61,10 +65,10 @@ def config(folder: Path) -> dict[str, Any]:
     place = folder / "config.json"
     try:
         found = json.loads(place.read_text())
-        if isinstance(found, dict) and "vocab_size" in found:
+        if isinstance(found, dict) and isinstance(found.get("vocab_size"), int):
             return found
         wrong = "it names no vocab_size"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         wrong = str(error)
     raise ModelError(f"{place} is no model's configuration ({wrong}): get the model anew.")
 

@@ -142,17 +142,18 @@ def shared_memory(processes: Iterable[Process]) -> set[str]:
 
     They are memory that outlives its processes: whoever is killed cannot remove its own.
     """
-    found = set()
+    mapped = set()
     for process in processes:
         try:
             maps = Path(f"/proc/{process.pid}/maps").read_text(errors="replace")
         except OSError:  # gone, or another user's
             continue
-        for line in maps.splitlines():
-            place = line.find(" /dev/shm/")
-            if place >= 0 and not line.endswith(" (deleted)"):
-                found.add(line[place + 1 :])
-    return found
+        # Known by its inode (field 5): a semaphore is mapped under a name that it has lost since.
+        mapped |= {line.split()[4] for line in maps.splitlines() if " /dev/shm/" in line}
+    try:
+        return {entry.path for entry in os.scandir("/dev/shm") if str(entry.inode()) in mapped}
+    except OSError:  # there is none
+        return set()
 
 
 def _remove_unused(memory: set[str]) -> None:
@@ -313,6 +314,14 @@ def _watch(children: _Children, pipe: int, memory: set[str], folder: Path) -> st
         children.drain()
 
 
+def _say(what: str) -> None:
+    """Into the engine's log."""
+    try:
+        print(f"[supervisor] {what}", flush=True)
+    except OSError:
+        pass  # a full disk, say; there is more to do
+
+
 def main() -> NoReturn:
     parser = argparse.ArgumentParser(description="Run a command; end its whole process tree.")
     parser.add_argument("--pipe", type=int, required=True, help="descriptor: end-of-file = stop")
@@ -371,11 +380,14 @@ def main() -> NoReturn:
         os.dup2(log, fd)
 
     memory: set[str] = set()
-    reason = _watch(children, options.pipe, memory, Path(options.folder))
-    print(f"[supervisor] ending the engine's processes: {reason}", flush=True)
+    try:
+        reason = _watch(children, options.pipe, memory, Path(options.folder))
+    except OSError as error:  # no file descriptor is left, say
+        reason = f"the supervisor failed: {error}"
+    _say(f"ending the engine's processes: {reason}")
     if not end(lambda: descendants(me), children.gone, options.grace, memory):
         left = ", ".join(str(process.pid) for process in descendants(me))
-        print(f"[supervisor] still there after SIGKILL: {left}", flush=True)
+        _say(f"still there after SIGKILL: {left}")
     shutil.rmtree(options.folder, ignore_errors=True)
     sys.exit(children.status if children.status is not None else 1)
 

@@ -43,16 +43,7 @@ class System:
         """The pinned version, from the environment's pins file."""
         if not self.package:
             return "this checkout"
-        # The same code, built for one device or the other, has names of its own.
-        names = {self.package, *(f"{self.package}-{build}" for build in _BUILDS[device])}
-        for line in environments.pins(self.environment, device).read_text().splitlines():
-            name, _, version = line.partition(" ;")[0].partition("==")
-            if name in names:
-                return version
-        raise KeyError(f"{self.environment}-{device}.txt pins no {self.package}")
-
-
-_BUILDS = {"cpu": ("cpu", "non-cuda"), "cuda": ("cuda13",)}
+        return environments.version(self.package, self.environment, device)
 
 
 def ask(engine: Engine) -> Completion:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -152,6 +153,7 @@ def test_conditions_name_what_decides_and_no_place() -> None:
     class Made(GeneratingServer):
         name = "made"
         model, device = "m", "cpu"
+        _package, _environment_name = "vllm", "vllm"
 
         def __init__(self, *flags: str, extra: tuple[str, ...] = ()) -> None:
             self._flags, self._extra_args = flags, extra
@@ -163,3 +165,4 @@ def test_conditions_name_what_decides_and_no_place() -> None:
     assert told(1234, "/tmp/a") == told(999, "/home/b c")
     assert told(1, "/tmp/a") != told(1, "/tmp/a", kind="B")
     assert Made("--a", "1").conditions() != Made("--a", "1", extra=("--fp8",)).conditions()
+    assert re.fullmatch(r"\d+\.\d+\.\d+", Made().conditions()["version"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,8 @@ def test_cache_aware_and_round_robin_differ() -> None:
                 cached[policy] = [answer.cached_tokens for answer in answers]
                 streamed = list(front.stream(PROMPT, max_tokens=2))
                 assert streamed[-1].finish_reason == "length"
+                for path in ("/generate", "/v1/completions", "/flush_cache", "/workers"):
+                    assert httpx.post(front.url + path, json={}).status_code in (401, 403), path
         assert cached["round_robin"] == [0, 0, 384, 384]
         assert cached["cache_aware"] == [0, 384, 384, 384]
         with router.start([a, b]) as front:
@@ -217,10 +220,26 @@ def test_prefill_and_decode_apart(engine: SGLang) -> None:
         assert sum(len(chunk.token_ids) for chunk in chunks) == 3
         assert within(10, lambda: pair.prefill.metrics().get(COMPUTED) == 408)  # 32 are cached
         assert COMPUTED not in pair.decode.metrics()
+        with pytest.raises(EngineError, match="cache_salt"):
+            pair.generate(PROMPT, cache_salt="s")
         pair.decode.stop()
         assert not pair.is_alive
         with pytest.raises(EngineError):
             pair.front.generate(PROMPT, max_tokens=1)
-        pair.restart()
+        with pytest.raises(EngineError, match=r"restart\(\)"):  # at once
+            pair.generate(PROMPT, max_tokens=1)
+        with socket.socket() as other:  # so that it comes back with other ports
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            other.bind(("127.0.0.1", pair.decode.port))
+            other.listen()
+            pair.start()
         assert pair.generate(PROMPT, max_tokens=8).token_ids[0] == alone.token_ids[0]
+        # More than the decode side's pool of 2,048 tokens: one of three has to wait, and its KV
+        # to leave the pool and come back.
+        prompts = [PROMPT[:200], PROMPT[:50], PROMPT[3:203]]
+        several = pair.generate(prompts, max_tokens=700, ignore_eos=True)
+        assert pair.decode.metrics()["sglang:num_retracted_requests_total"] > 0
+        for prompt, answer in zip(prompts, several, strict=True):
+            one = pair.generate(prompt, max_tokens=700, ignore_eos=True)
+            assert answer.token_ids == one.token_ids
     assert not any(part.is_alive for part in (pair.prefill, pair.decode, pair.front))

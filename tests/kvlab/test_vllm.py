@@ -79,12 +79,12 @@ def test_a_stream_gives_what_generate_gives(engine: VLLM) -> None:
     text = "Once upon a time"
     whole = engine.generate(text, max_tokens=12)
     chunks = list(engine.stream(text, max_tokens=12))
-    assert len(chunks) == 12
+    assert [len(chunk.token_ids) for chunk in chunks] == [1] * 12 + [0]  # the end brings none
     assert "".join(chunk.text for chunk in chunks) == whole.text
     assert [token for chunk in chunks for token in chunk.token_ids] == whole.token_ids
     logprobs = [logprob for chunk in chunks for logprob in chunk.logprobs]
     assert logprobs == pytest.approx(whole.logprobs, abs=1e-4)
-    assert [chunk.finish_reason for chunk in chunks] == [None] * 11 + ["length"]
+    assert [chunk.finish_reason for chunk in chunks] == [None] * 12 + ["length"]
     assert (chunks[-1].prompt_tokens, chunks[-1].cached_tokens) == (whole.prompt_tokens, 0)
 
 

@@ -87,7 +87,7 @@ def test_an_error_is_told_and_the_next_call_works(calculator: Calculator) -> Non
     assert calculator.call("double", value=4) == 8
 
 
-@pytest.mark.parametrize("timeout", [0, -1, float("nan")])
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf")])
 def test_no_time_is_refused(calculator: Calculator, timeout: float) -> None:
     with pytest.raises(EngineError, match="above 0"):
         calculator.call("double", value=1, timeout=timeout)

@@ -43,13 +43,20 @@ class Wire:
 _PATIENCE = httpx.Timeout(600, connect=5)
 """For answers in one piece: they come after their last token."""
 
-# A port, an address with one, a path: they change from start to start and decide nothing.
 _PLACE = re.compile(r"(?:tcp://)?127\.0\.0\.1(?::\d+)?|(?<=port\": )\d+|(?<=\")/[^\"]*")
+
+
+def without_places(text: str) -> str:
+    """Settings without ports, addresses and paths, which change from start to start and decide
+    nothing."""
+    return _PLACE.sub("...", text)
 
 
 class GeneratingServer(Server):
     """A server that completes prompts."""
 
+    _package = ""
+    """The distribution whose version counts."""
     _path = ""
     """Where requests go, by POST."""
 
@@ -108,9 +115,10 @@ class GeneratingServer(Server):
         started with, but where other servers and folders are."""
         return {
             "system": self.name,
+            "version": environments.version(self._package, self._environment_name, self.device),
             "model": self.model,
             "device": self.device,
-            "flags": _PLACE.sub("...", " ".join(self._settings())),
+            "flags": without_places(" ".join(self._settings())),
         }
 
     # What follows from it.
@@ -182,6 +190,13 @@ class GeneratingServer(Server):
             if "error" in event:
                 raise self._refused(data)
             yield event
+
+    def _stop_strings(self, stop: str | Sequence[str]) -> list[str]:
+        """The strings before which a text ends, as a list. Raises EngineError."""
+        listed = [stop] if isinstance(stop, str) else stop
+        if not isinstance(listed, (list, tuple)) or not all(isinstance(s, str) for s in listed):
+            raise EngineError(f"stop is a string or a list of them, and not {stop!r:.80}.")
+        return list(listed)
 
     def _sendable(self, body: dict[str, Any]) -> dict[str, Any]:
         """The body, if it can be written as JSON; else raises EngineError that says why not."""

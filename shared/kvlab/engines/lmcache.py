@@ -41,7 +41,7 @@ def start(
     *,
     chunk_size: int = 128,
     memory_bytes: int = 512 << 20,
-    folder: Path | None = None,
+    folder: str | Path | None = None,
     port: int | None = None,
     deadline: float = 180,
 ) -> LMCache:
@@ -76,7 +76,7 @@ class LMCache(Server):
         *,
         chunk_size: int,
         memory_bytes: int,
-        folder: Path | None,
+        folder: str | Path | None,
         port: int | None,
         deadline: float,
     ) -> None:
@@ -89,7 +89,7 @@ class LMCache(Server):
             *("--eviction-policy", "LRU"),
         ]
         if folder is not None:
-            adapter = {"type": "fs", "base_path": str(folder.expanduser().absolute())}
+            adapter = {"type": "fs", "base_path": str(Path(folder).expanduser().absolute())}
             self._flags += ["--l2-adapter", json.dumps(adapter)]
 
     def _command(self) -> list[str]:

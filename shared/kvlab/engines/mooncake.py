@@ -31,7 +31,7 @@ ENVIRONMENT = "vllm"
 CODES = {
     -103: "CLIENT_NOT_FOUND",
     -200: "NO_AVAILABLE_HANDLE: no segment has room for it (eviction runs behind; try again)",
-    -600: "INVALID_PARAMS: an empty or too large value",
+    -600: "INVALID_PARAMS: an empty or too large value, no replica, a segment of an odd size",
     -703: "REPLICA_IS_NOT_READY",
     -704: "OBJECT_NOT_FOUND",
     -705: "OBJECT_ALREADY_EXISTS",
@@ -188,8 +188,8 @@ class Store(Worker):
         """Keep an object. One that is there already stays as it was, without an error.
 
         `replicas` in different segments, fewer where there are fewer segments; `segment`: that of
-        the client on which it should lie. A soft pin makes eviction take others first, a hard pin
-        forbids it. Raises StoreError.
+        the client on which it should lie, if there is such one and it has room. A soft pin makes
+        eviction take others first, a hard pin forbids it. Raises StoreError.
         """
         code = self.call(
             "put",
@@ -209,12 +209,20 @@ class Store(Worker):
     def get(self, key: str) -> bytes | None:
         """An object's bytes; None if there is none, or if whoever holds it does not answer.
 
-        It grants a lease: the object stays for `lease_ms` from now.
+        It grants a lease: the object stays for `lease_ms` from now. Raises StoreError.
         """
-        return self.call("get", key=key) or None
+        value: bytes = self.call("get", key=key)
+        if not value:
+            self._need_master(key)
+        return value or None
 
     def get_many(self, keys: list[str]) -> list[bytes | None]:
-        return [value or None for value in self.call("get_many", keys=keys)]
+        """As get() for each; the master is asked once."""
+        values = self.call("get_many", keys=keys) if keys else []
+        missing = [key for key, value in zip(keys, values, strict=True) if not value]
+        if missing:
+            self._need_master(missing[0])
+        return [value or None for value in values]
 
     def exists(self, key: str) -> bool:
         """Whether the master knows such an object. It grants a lease, as get() does.
@@ -236,8 +244,16 @@ class Store(Worker):
         return self._checked("remove_all", self.call("remove_all"))
 
     def replicas(self, key: str) -> list[Replica]:
-        """Where an object lies; empty if the master knows none of that name."""
-        return [Replica(**found) for found in self.call("replicas", key=key)]
+        """Where an object lies; empty if the master knows none of that name. Raises StoreError."""
+        found = [Replica(**one) for one in self.call("replicas", key=key)]
+        if not found:
+            self._need_master(key)
+        return found
+
+    def _need_master(self, key: str) -> None:
+        """Raise StoreError where nothing was found because the master does not answer: Mooncake
+        tells that apart from "no such object" only when asked so."""
+        self.exists(key)
 
     def _checked(self, what: str, code: Any) -> int:
         if code < 0:

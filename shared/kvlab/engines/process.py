@@ -3,9 +3,9 @@
 `System` is what vLLM, SGLang, LMCache, Mooncake and the others have in common. It starts
 `kvlab.supervisor`, waits with progress and a deadline until the system is ready, keeps its log,
 says what went wrong in words, and leaves nothing behind. `kvlab.engines.server.Server` derives from
-it what is spoken to over HTTP, `kvlab.engines.worker.Worker` what runs a program of
-`kvlab.inside` and is called through a pipe. A system is added by deriving from one of the two: say
-its command and its environment.
+it what is spoken to over HTTP, `kvlab.engines.worker.Worker` what runs a program of `kvlab.inside`
+and is called through a socket. A system is added by deriving from one of the two: say its command
+and its environment.
 """
 
 from __future__ import annotations
@@ -63,22 +63,22 @@ def _port_is_free(port: int) -> bool:
     return True
 
 
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _PREFIX = re.compile(
     r"^(?:\([^)]*pid=\d+\) )*"  # (EngineCore pid=123)
     r"(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \S+ \S+ \[[^\]]*\] ?)?"  # ERROR 11-30 05:12:01 [x]
 )
+_HARMLESS = re.compile(r"^.{0,60}\b(?:DEBUG|INFO)\b")
 _ERROR = re.compile(r"^(?:[\w.]+\.)?\w*(?:Error|Exception)\b[^'\"]*?:|\berror: |^Killed|^Aborted")
 _FRAME = re.compile(r'^\s*(?:File "|Traceback \(|~*\^+~*\s*$)')
 
 
-def telling_lines(log: Path, count: int = 4) -> list[str]:
+def telling_lines(log: Path, count: int = 4, start: int = 0) -> list[str]:
     """The lines of a log that say what went wrong: error messages without their tracebacks.
 
-    Empty if there is none.
+    start: bytes of the log that count no more. Empty if there is none, or no log.
     """
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - (1 << 20)))
-        raw = file.read().decode(errors="replace").splitlines()
+    raw = [line for line in _lines(log, start) if not _HARMLESS.search(line)]
     lines = [_PREFIX.sub("", line).rstrip() for line in raw]
     found: list[str] = []
     for index, line in enumerate(lines):
@@ -94,6 +94,16 @@ def telling_lines(log: Path, count: int = 4) -> list[str]:
             found.append(message[:500])
     # vLLM ends with "... See root cause above", which only repeats that something failed.
     return [line for line in found if "root cause above" not in line][-count:] or found[-count:]
+
+
+def _lines(log: Path, start: int = 0) -> list[str]:
+    """The end of a log, without colours; empty if it was removed meanwhile."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(start, log.stat().st_size - (1 << 20)))
+            return _COLOUR.sub("", file.read().decode(errors="replace")).splitlines()
+    except FileNotFoundError:
+        return []
 
 
 def _temp_root() -> Path:
@@ -119,7 +129,11 @@ def _new_folder() -> tuple[Path, int]:
     # Locked before it has its name, so that sweep() never sees it unlocked.
     new = root / f".{run}"
     new.mkdir(mode=0o700)
-    lock = os.open(new / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)  # NFS locks no folders
+    try:
+        lock = os.open(new / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)  # NFS locks no folders
+    except OSError:
+        new.rmdir()
+        raise
     fcntl.flock(lock, fcntl.LOCK_EX)
     new.rename(root / run)
     return root / run, lock
@@ -179,7 +193,8 @@ def _new_log(name: str, run: str) -> Path:
     folder = paths.make_cache("logs")
     # One whose run still has its folder is of an engine that lives.
     running = {place.name for place in _temp_root().iterdir()}
-    done = [log for log in folder.glob("*.log") if log.stem.rpartition("-")[2] not in running]
+    ours = folder.glob(f"*-{'[0-9a-f]' * 8}.log")
+    done = [log for log in ours if log.stem.rpartition("-")[2] not in running]
     logs = sorted(done, key=lambda log: log.stat().st_mtime)
     for old in logs[: 1 - _KEPT_LOGS]:
         old.unlink(missing_ok=True)
@@ -208,8 +223,13 @@ class Supervised:
         self.engine = Process(0, 0)  # nobody, until the supervisor says who it is
         self.ending = threading.Lock()
         self.ended = False
+        """Whether it was told to end."""
+        self.gone = False
+        """Whether all of it has ended."""
         self.died = False
         """Whether the engine had ended before it was told to."""
+        self.quiet = 0
+        """Bytes of the log when it was ready: what stands there was no harm."""
         # Python's pipes are not inherited by the programs that this process starts.
         read, self.pipe = os.pipe()
         try:
@@ -252,16 +272,17 @@ class Supervised:
     def end(self) -> None:
         """End everything of this run, whatever state it is in.
 
-        A second call does nothing, but waits for a first one in another thread.
+        A second call does nothing, but waits for a first one in another thread, or ends what one
+        that was interrupted has left.
         """
         if os.getpid() != self.owner:
             return  # a fork of the owner is exiting; the run is not its own
         with self.ending:
-            if self.ended:
+            if self.gone:
                 return
-            self.died = not supervisor.alive(self.engine)
-            self.ended = True
-            with contextlib.suppress(OSError):
+            if not self.ended:
+                self.died = not supervisor.alive(self.engine)
+                self.ended = True
                 os.close(self.pipe)  # for the supervisor this is the word to end
             try:
                 self.process.wait(self.grace + 10)
@@ -273,6 +294,7 @@ class Supervised:
             if self.folder.exists():
                 supervisor.end_marked(self.folder, self.grace)
                 shutil.rmtree(self.folder, ignore_errors=True)
+            self.gone = True
 
     def status(self) -> str:
         """How the engine ended, in words; call after end()."""
@@ -321,8 +343,9 @@ class System:
         """The first port, where its user chose one."""
         self._deadline = deadline
         self._starting = threading.RLock()
+        self._stops = 0
+        """How often stop() was called."""
         self._run: Supervised | None = None
-        self._end: weakref.finalize[Any, Any] | None = None
         self.ports: dict[str, int] = {}
         """The loopback ports of this run, by what they are for."""
 
@@ -373,6 +396,7 @@ class System:
 
     def _start(self) -> None:
         self.stop()  # what may be left of one that died
+        stops = self._stops
         sweep()
         self._check_room()
         if self._wanted_port is not None and not _port_is_free(self._wanted_port):
@@ -381,15 +405,21 @@ class System:
                 f"another one, or leave out port= and a free one is chosen."
             )
         try:
-            self._start_once()
+            self._start_once(stops)
         except _PortTaken as taken:
             # Between choosing a port and binding it somebody else took it.
             if self._wanted_port is not None:
                 raise EngineError(str(taken), taken.log) from None
             self.ports = {}
-            self._start_once()
+            self._start_once(self._stops)
+        except OSError as error:
+            raise EngineError(
+                f"{self.name} could not be started: {error}. Free some room, or set KVLAB_CACHE to "
+                f"a folder that you may write to, on a disk with room."
+            ) from error
 
-    def _start_once(self) -> None:
+    def _start_once(self, stops: int) -> None:
+        """Start it, if stop() was not called since it had been called so often."""
         if not self.ports or not all(map(_port_is_free, self.ports.values())):
             numbers = free_ports(len(self._port_names))
             self.ports = dict(zip(self._port_names, numbers, strict=True))
@@ -404,12 +434,15 @@ class System:
             _discard(folder, lock)
             raise
         run = self._run = Supervised(self.name, folder, lock, log, command, environment, self.grace)
-        # Runs when this object is collected and when the interpreter exits, but once.
-        self._end = weakref.finalize(self, run.end)
+        # Runs when this object is collected and when the interpreter exits.
+        weakref.finalize(self, run.end)
         try:
+            if self._stops != stops:  # by another thread, before there was anything to stop
+                raise EngineError(f"{self.name} was stopped while it started.")
             self._connect(run)
             with Line(self._title) as line:
                 self._wait(run, line)
+            run.quiet = run.log.stat().st_size
         except BaseException:  # KeyboardInterrupt is one
             self.stop()
             raise
@@ -446,9 +479,10 @@ class System:
 
     def stop(self) -> None:
         """End its processes and remove its temporary folder; its log stays."""
+        self._stops += 1
         self._disconnect()
-        if self._end is not None:
-            self._end()
+        if self._run is not None:
+            self._run.end()
 
     def restart(self) -> Self:
         """Stop, and start again with the same settings; at the same ports, unless somebody else
@@ -485,7 +519,7 @@ class System:
     def need(self) -> None:
         """Raise EngineError if it does not run: another one is about to rely on it."""
         if not self.is_alive:
-            raise EngineError(f"{self.name} is stopped: restart() it first.")
+            raise EngineError(f"{self._title} is stopped or has ended: restart() it first.")
 
     @property
     def pid(self) -> int:
@@ -519,11 +553,11 @@ class System:
         run.end()  # the stop() may be another thread's, and not yet be done
         if not run.died:
             return EngineError(f"{self.name} was stopped while it was asked.", run.log)
-        lines = telling_lines(run.log)
-        if any("ddress already in use" in line for line in lines):
+        lines = telling_lines(run.log, start=run.quiet)
+        if not run.quiet and any("ddress already in use" in line for line in lines):
             return _PortTaken(
                 f"A port of {', '.join(map(str, self.ports.values()))} was taken by another "
-                f"program while {self.name} started.",
+                f"program while {self.name} started. Start it again, or give another port=.",
                 run.log,
             )
         clear = [text for text in map(self._explain, lines) if text]
@@ -542,6 +576,6 @@ class _PortTaken(EngineError):
 
 
 def _last_line(log: Path) -> str:
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [line for line in _lines(log) if line.strip()]
     lines = [line for line in lines if not line.startswith("[supervisor]")]
     return f"\n  {_PREFIX.sub('', lines[-1])[:500]}" if lines else ""

@@ -112,7 +112,8 @@ def only(prompt: Prompt) -> Prompt:
 def complete(
     prompt: Prompt | Prompts, one: Callable[[Prompt], Completion]
 ) -> Completion | list[Completion]:
-    """One prompt's completion, or those of several in their order, all asked at the same time.
+    """One prompt's completion, or those of several in their order, up to 256 asked at the same
+    time.
 
     Raises EngineError for what is no prompt, and the first error of `one`.
     """
@@ -121,11 +122,12 @@ def complete(
     many = cast(list[Prompt], list(prompt))
     if not all(is_one(item) for item in many):
         raise EngineError(_NO_PROMPT.format(prompt))
-    pool = ThreadPoolExecutor(max_workers=max(1, len(many)))
+    pool = ThreadPoolExecutor(max_workers=min(max(1, len(many)), _AT_ONCE))
     try:
         return list(pool.map(one, many))
     finally:  # Ctrl-C, or one that was refused, does not wait for the others
         pool.shutdown(wait=False, cancel_futures=True)
 
 
+_AT_ONCE = 256
 _NO_PROMPT = "A prompt is a text or a list of token ids, and not {!r:.80}."

@@ -43,9 +43,9 @@ def weights(folder: Path) -> int:
     if index.is_file():
         try:
             names = json.loads(index.read_text())["weight_map"].values()
+            files = {folder / name for name in names}
         except (ValueError, LookupError, TypeError, AttributeError):
             raise EngineError(f"{index} cannot be read: get the model anew.") from None
-        files = {folder / name for name in names}
     if not files:
         raise EngineError(f"No weights in {folder}: there is no .safetensors file.")
     numbers = 0
@@ -58,7 +58,7 @@ def weights(folder: Path) -> int:
                 length = int.from_bytes(file.read(8), "little")
                 header = json.loads(file.read(length) if length < size else b"")
             header.pop("__metadata__", None)
-            tensors = [math.prod(tensor["shape"]) for tensor in header.values()]
+            tensors = [int(math.prod(tensor["shape"])) for tensor in header.values()]
             whole = 8 + length + max(tensor["data_offsets"][1] for tensor in header.values())
         except (ValueError, LookupError, TypeError, AttributeError):
             raise EngineError(f"{path} is not a whole safetensors file: get it anew.") from None
@@ -74,8 +74,12 @@ def weights(folder: Path) -> int:
 def kv_bytes(folder: Path, dtype: str, tokens: int) -> int:
     """Bytes of the KV of so many tokens: K and V of every layer and KV head."""
     config = models.config(folder)
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    kv_heads = config.get("num_key_value_heads") or heads
-    numbers: int = 2 * config["num_hidden_layers"] * kv_heads * head_dim * tokens
+    try:
+        heads = config["num_attention_heads"]
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        kv_heads = config.get("num_key_value_heads") or heads
+        numbers = int(2 * config["num_hidden_layers"] * kv_heads * head_dim * tokens)
+    except (LookupError, TypeError, ValueError, ZeroDivisionError):
+        place = folder / "config.json"
+        raise EngineError(f"{place} does not say its layers and heads: get it anew.") from None
     return numbers * WIDTH[dtype]

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from kvlab.engines.process import TOKEN, Supervised
-from kvlab.engines.protocol import EngineError
+from kvlab.engines.protocol import EngineError, Prompt
 from kvlab.engines.sglang import Native, SGLang
 from kvlab.inside import token
 
@@ -52,6 +52,7 @@ class Router(Native):
     """A router with its replicas as one engine; `start` and `start_pair` make one."""
 
     name = "sglang-router"
+    _package = "sglang-router"
     _environment_name = ENVIRONMENT
     _port_names = ("http", "metrics")
     _metrics_port = "metrics"
@@ -75,22 +76,46 @@ class Router(Native):
         self.model = replicas[0].model
         self.device = replicas[0].device
         self._vocabulary = replicas[0]._vocabulary
+        self._known: list[str] = []
 
-    def _command(self) -> list[str]:
-        # Asked anew at each start: a replica that was restarted has another port.
+    def body(self, prompt: Prompt, **options: Any) -> dict[str, Any]:
+        """A request, as SGLang's. Raises EngineError for what is none, and for a cache_salt."""
+        if options.get("cache_salt") is not None:  # it would be left out: all would share KV
+            raise EngineError("sglang-router 0.3.2 does not hand a cache_salt on.")
+        return super().body(prompt, **options)
+
+    def _refused(self, text: str) -> EngineError:
+        error = super()._refused(text)
+        ended = sum(not replica.is_alive for replica in self.replicas)
+        if not ended:
+            return error
+        return EngineError(
+            f"{error} Of the {len(self.replicas)} servers behind it {ended} have ended: restart() "
+            f"them.",
+            error.log,
+        )
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a server behind it has other ports than when it was started."""
+        return self._known != self._where()
+
+    def _where(self) -> list[str]:
         if _PAIR in self._flags:
             prefill, decode = self.replicas
             where = ["--prefill", prefill.url, str(prefill.ports["bootstrap"])]
-            where += ["--decode", decode.url]
-        else:
-            where = ["--worker-urls", *(replica.url for replica in self.replicas)]
+            return [*where, "--decode", decode.url]
+        return ["--worker-urls", *(replica.url for replica in self.replicas)]
+
+    def _command(self) -> list[str]:
+        self._known = self._where()
         return [
             *(str(self._python), "-m", "kvlab.inside.sglang_router"),
             *("--host", "127.0.0.1", "--port", str(self.port)),
             *("--log-level", "warn"),
             *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(self.ports["metrics"])),
             *self._settings(),
-            *where,
+            *self._known,
         ]
 
     def _variables(self, folder: Path) -> dict[str, str]:

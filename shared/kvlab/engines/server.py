@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvlab.engines.process import TOKEN, Supervised, System
+from kvlab.engines.process import TOKEN, Supervised, System, telling_lines
 from kvlab.engines.protocol import EngineError
 
 
@@ -90,6 +90,10 @@ class Server(System):
                 f"restart() starts it anew. Its log: {self.log}",
                 self.log,
             ) from None
+        except RuntimeError as error:  # httpx's, where stop() in another thread has closed it
+            if client.is_closed:
+                raise EngineError(f"{self.name} was stopped while it was asked.") from error
+            raise
         except httpx.TransportError as error:
             if self._has_ended():
                 raise self._ended("ended while it was asked") from None
@@ -114,9 +118,11 @@ class Server(System):
         if self._fatal and self._fatal in text:
             log = self.log
             self.stop()  # what still answers cannot serve any more
+            lines = [text, *telling_lines(log, start=self._begun.quiet)]
             return EngineError(
-                f"{self.name} lost an inner process and was stopped. It said: {text}\n"
-                f"Its log: {log}",
+                f"{self.name} lost an inner process and was stopped. It said:"
+                + "".join(f"\n  {line}" for line in lines)
+                + f"\nrestart() starts it anew. Its log: {log}",
                 log,
             )
         clear = self._explain(text)

@@ -48,7 +48,7 @@ class HiCache:
 
     ratio: float = 2.0
     """Tokens of L2 for each token of the device."""
-    folder: Path | None = None
+    folder: str | Path | None = None
     """L3 in files of this folder, which stay."""
     master: Master | None = None
     """L3 in a Mooncake Store; SGLang lends it `segment_bytes`."""
@@ -94,10 +94,12 @@ class Native(GeneratingServer):
             "max_new_tokens": max_tokens,
             "temperature": temperature,
             "top_p": top_p,
-            "stop": [stop] if isinstance(stop, str) else list(stop),
+            "stop": self._stop_strings(stop),
             "ignore_eos": ignore_eos,
         }
         body: dict[str, Any] = {"sampling_params": sampling, "return_logprob": logprobs}
+        if not prompt:  # as below
+            raise EngineError(f"{self.name} refused: the prompt is empty.")
         if isinstance(prompt, str):
             body["text"] = prompt
         else:
@@ -214,6 +216,7 @@ class SGLang(Native):
     """An SGLang server; `start` makes one. Its processes end with stop() or its `with` block."""
 
     name = "SGLang"
+    _package = "sglang"
     _environment_name = ENVIRONMENT
     grace = 4.0  # by itself it takes 6 to 17 s, to look at a GPU that it may not have
     _metrics_prefix = "sglang:"
@@ -270,6 +273,10 @@ class SGLang(Native):
             self._port_names = ("http", "bootstrap")
             self._flags += ["--disaggregation-mode", disaggregation]
             self._flags += ["--disaggregation-transfer-backend", "mooncake_tcp"]
+            if disaggregation == "decode" and self.device == "cpu":
+                # Where it keeps a request's KV that its pool has no room for: the default is
+                # HiCache's pool by a kernel for CUDA.
+                self._flags += ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
 
     # What System asks for.
 
@@ -320,7 +327,7 @@ class SGLang(Native):
             env["SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT"] = _HANDOFF
             env["SGLANG_DISAGGREGATION_WAITING_TIMEOUT"] = _HANDOFF
         if self._hicache is not None and self._hicache.folder is not None:
-            place = str(self._hicache.folder.expanduser().absolute())
+            place = str(Path(self._hicache.folder).expanduser().absolute())
             env["SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"] = place
         return env
 

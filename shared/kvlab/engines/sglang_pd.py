@@ -61,16 +61,26 @@ class SGLangPair(Pair[SGLang]):
     def generate(self, prompt: Prompts, **options: Any) -> list[Completion]: ...
     def generate(self, prompt: Prompt | Prompts, **options: Any) -> Completion | list[Completion]:
         """Complete one prompt, or several at the same time; options as in `SGLang.generate`."""
+        self._make_ready()
         return self.front.generate(prompt, **options)
 
     def stream(self, prompt: Prompt, **options: Any) -> Generator[Chunk]:
         """Complete one prompt and yield what comes as it comes."""
+        self._make_ready()
         yield from self.front.stream(prompt, **options)
 
+    def _make_ready(self) -> None:
+        """Raise EngineError if a side has ended, for the router would try for half a minute; start
+        the router anew if a side was."""
+        self.prefill.need()
+        self.decode.need()
+        if self.front.is_stale:
+            self.front.restart()
+
     def start(self) -> Self:
-        if not super().is_alive:
-            self.front.stop()  # a side that starts gets other ports
         super().start()
+        if self.front.is_stale:
+            self.front.stop()
         try:
             self.front.start()
         except BaseException:

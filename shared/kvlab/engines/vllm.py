@@ -23,7 +23,7 @@ import msgspec
 import zmq
 
 from kvlab.engines import room
-from kvlab.engines.generating import GeneratingServer
+from kvlab.engines.generating import GeneratingServer, without_places
 from kvlab.engines.process import TOKEN, Supervised
 from kvlab.engines.protocol import Chunk, Completion, EngineError, Prompt
 from kvlab.engines.server import Server
@@ -150,8 +150,7 @@ _SENTENCES = (
     (r"Available memory on node", "Memory is too little: stop other engines and kernels."),
     (
         r"ModuleNotFoundError: No module named",
-        "vLLM's environment is damaged: remove its folder (`make doctor` names it), then "
-        "`make setup`.",
+        "vLLM's environment is damaged: `kvlab engines remove vllm`, then `make setup`.",
     ),
     (r"unrecognized arguments", "This vLLM does not know a flag that it was given (extra_args)."),
 )
@@ -161,6 +160,7 @@ class VLLM(GeneratingServer):
     """A vLLM server; `start` makes one. Its processes end with stop() or its `with` block."""
 
     name = "vLLM"
+    _package = "vllm"
     _environment_name = "vllm"
     _metrics_prefix = "vllm:"
     _fatal = "EngineCore encountered an issue"  # vllm/v1/engine/exceptions.py
@@ -255,6 +255,13 @@ class VLLM(GeneratingServer):
             *self._settings(),
         ]
 
+    def conditions(self) -> dict[str, str]:
+        found = super().conditions()
+        if self._connector is not None:
+            rest = [*self._connector.variables.items(), *self._connector.files().items()]
+            found["connector"] = without_places("; ".join(f"{k} {v}" for k, v in rest))
+        return found
+
     def _settings(self) -> list[str]:
         if self._connector is None:
             return super()._settings()
@@ -299,6 +306,7 @@ class VLLM(GeneratingServer):
             self._event_line.set(zmq.LINGER, 0)
             self._event_line.subscribe(b"")
             self._next_event = 0
+            self._events_kept: list[dict[str, Any]] = []
             self._event_line.connect(f"ipc://{run.folder / _EVENTS}")
 
     def _disconnect(self) -> None:
@@ -317,7 +325,7 @@ class VLLM(GeneratingServer):
         temperature: float = 0.0,
         top_p: float = 1.0,
         seed: int | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
         cache_salt: str | None = None,
         logprobs: bool = True,
@@ -344,7 +352,7 @@ class VLLM(GeneratingServer):
             "max_tokens": max_tokens,
             "temperature": temperature,
             "top_p": top_p,
-            "stop": [stop] if isinstance(stop, str) else list(stop),
+            "stop": self._stop_strings(stop),
             "ignore_eos": ignore_eos,
             "priority": priority,
             "return_token_ids": True,
@@ -369,22 +377,17 @@ class VLLM(GeneratingServer):
         )
 
     def chunks(self, events: Iterable[dict[str, Any]]) -> Iterator[Chunk]:
-        last: dict[str, Any] | None = None
+        finish_reason = None
         for event in events:
             if event["choices"]:
                 choice = event["choices"][0]
-                if choice["finish_reason"] is None:
-                    yield _chunk(choice)
-                else:
-                    last = choice  # held back until the usage, which comes next, is there
-            elif last is not None:
+                finish_reason = choice["finish_reason"]
+                logprobs = choice.get("logprobs") or {"token_logprobs": []}
+                yield Chunk(choice["text"], choice["token_ids"], logprobs["token_logprobs"])
+            elif finish_reason is not None:  # the last event, which has the usage alone
                 usage = event["usage"]
-                yield _chunk(
-                    last,
-                    finish_reason=last["finish_reason"],
-                    prompt_tokens=usage["prompt_tokens"],
-                    cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
-                )
+                cached = usage["prompt_tokens_details"]["cached_tokens"]
+                yield Chunk("", [], [], finish_reason, usage["prompt_tokens"], cached)
 
     def counters(self) -> Counters:
         """The counts that the course looks at most; the difference of two is what lay between."""
@@ -415,31 +418,36 @@ class VLLM(GeneratingServer):
         (vllm/distributed/kv_events.py). Events come with the step that caused them, but through
         another socket: the call ends when none has come for `wait` seconds.
 
-        Raises EngineError if vLLM was not started with kv_events=True, or if events were lost.
+        Raises EngineError if vLLM was not started with kv_events=True, or has ended; and once if
+        events were lost: those that came the next call gives.
         """
         if not self._tells_events:
             raise EngineError(f"{self.name} tells no events: start it with kv_events=True.")
         if self._event_line is None:
             raise EngineError(f"{self.name} is stopped. Start it again with restart().")
-        found = []
-        while self._event_line.poll(round(wait * 1000)):
-            _, number, packed = self._event_line.recv_multipart()
+        if not 0 <= wait <= 3600:
+            raise EngineError(f"wait is a number of seconds, up to an hour, and not {wait}.")
+        while True:
+            try:
+                if not self._event_line.poll(round(wait * 1000)):
+                    break
+                _, number, packed = self._event_line.recv_multipart()
+            except zmq.ZMQError as error:  # stop() in another thread has closed it
+                raise EngineError(f"{self.name} was stopped while it was asked.") from error
+            _, events, *_ = msgspec.msgpack.decode(packed)
+            self._events_kept += events
             expected, self._next_event = self._next_event, int.from_bytes(number, "big") + 1
             if self._next_event != expected + 1:
                 raise EngineError(
                     f"{self.name}: of its events the numbers {expected} to "
-                    f"{self._next_event - 2} were lost; what comes from here on is whole."
+                    f"{self._next_event - 2} were lost. The next call gives those that came."
                 )
-            _, events, *_ = msgspec.msgpack.decode(packed)
-            found += events
+        if not self._events_kept and not self.is_alive:
+            raise self._ended("ended while it was asked")
+        found, self._events_kept = self._events_kept, []
         return found
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks. Returns False, and forgets none, while requests hold any."""
         with self._talking() as http:
             return bool(self._checked(http.post("/reset_prefix_cache")).json()["success"])
-
-
-def _chunk(choice: dict[str, Any], **end: Any) -> Chunk:
-    logprobs = choice.get("logprobs") or {"token_logprobs": []}
-    return Chunk(choice["text"], choice["token_ids"], logprobs["token_logprobs"], **end)

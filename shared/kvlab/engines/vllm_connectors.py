@@ -17,23 +17,25 @@ from kvlab.engines.vllm import Connector
 _OWN = "kvlab.inside.connectors"
 
 
-def to_disk(folder: Path) -> Connector:
+def to_disk(folder: str | Path) -> Connector:
     """vLLM's own ExampleConnector: for each prompt a folder, with a file of safetensors a layer.
 
     It finds whole prompts, not beginnings of them, by their token ids alone: the model, the type of
     its KV and a request's cache salt make no difference. It is what its name says.
     """
+    place = str(Path(folder).expanduser().absolute())
     return Connector(
         lambda: {
             "kv_connector": "ExampleConnector",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": {"shared_storage_path": str(folder.absolute())},
+            "kv_connector_extra_config": {"shared_storage_path": place},
         }
     )
 
 
 def to_host(memory_bytes: int) -> Connector:
-    """vLLM's OffloadingConnector: blocks that the engine's cache drops stay in host memory.
+    """vLLM's OffloadingConnector: full blocks are copied to host memory as they are computed, and
+    are still there when the engine's cache has dropped them.
 
     On a CPU its worker is the course's own (kvlab/inside/connectors/host_memory.py).
     """

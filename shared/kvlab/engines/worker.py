@@ -83,8 +83,10 @@ class Worker(System):
         there was no answer in `timeout` seconds: it is stopped then, for an answer that comes
         late would be taken for the next one.
         """
-        if not timeout > 0:
-            raise EngineError(f"A timeout is a number of seconds above 0, and not {timeout}.")
+        if not 0 < timeout <= 86_400:
+            raise EngineError(
+                f"A timeout is a number of seconds above 0, up to a day, and not {timeout}."
+            )
         with self._calling:
             if self._socket is None:
                 raise EngineError(f"{self.name} is stopped. Start it again with restart().")
@@ -92,8 +94,8 @@ class Worker(System):
                 message = calls.packed({"call": function, "arguments": arguments})
             except (TypeError, ValueError) as error:
                 raise EngineError(f"{self.name} cannot be asked that: {error}.") from None
-            self._socket.settimeout(timeout)
             try:
+                self._socket.settimeout(timeout)
                 self._socket.sendall(message)
                 answer = calls.receive(self._socket)
             except TimeoutError:

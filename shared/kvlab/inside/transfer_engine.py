@@ -44,7 +44,7 @@ def _own(offset: int, length: int) -> int:
 
 def fill(offset: int, value: bytes) -> None:
     """Put bytes into this side's own buffer."""
-    ctypes.memmove(_own(offset, len(value)), value, len(value))
+    ctypes.memmove(_own(offset, len(value)), bytes(value), len(value))  # a str is none
 
 
 def look(offset: int, length: int) -> bytes:

@@ -190,7 +190,8 @@ class BlockStoreConnector(KVConnectorBase_V1):
     def wait_for_save(self) -> None:
         stores = self._get_connector_metadata().stores
         # A pass over KV that did not come: vLLM runs it all the same, throws away what it sampled,
-        # and computes anew. What it filled must not get out.
+        # and computes anew. What it filled must not get out. Nor do blocks of other requests in
+        # this pass, which are right: they are missing for the next reader, no more.
         if not stores or self.failed:
             return
         there = self.store.batch_is_exist([name for name, _ in stores])
