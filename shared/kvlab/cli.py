@@ -122,8 +122,8 @@ def _known(names: list[str]) -> list[str]:
 
     for name in names:
         if name not in environments.HOLDS:
-            there = ", ".join(environments.HOLDS)
-            raise SetupError(f"There is no environment {name!r}; there are {there}.")
+            there = "; ".join(f"{known} with {what}" for known, what in environments.HOLDS.items())
+            raise SetupError(f"There is no environment {name!r}. There are: {there}.")
     return names
 
 
@@ -153,6 +153,22 @@ def list_engines() -> None:
 
 
 @engines.command()
+def running() -> None:
+    """Which systems run now, how much memory they take, and who started them."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvlab.engines import process
+
+    table = Table(title="Running systems", title_justify="left")
+    for heading in ("system", "memory", "started by", "log"):
+        table.add_column(heading, overflow="fold")
+    for one in process.running():
+        table.add_row(one.name, f"{one.bytes / 2**30:.1f} GiB", one.starter, str(one.log))
+    Console().print(table if table.row_count else "None runs.")
+
+
+@engines.command()
 def install(names: Names) -> None:
     """Install what is missing of these; says before how big it is."""
     from kvlab import environments
@@ -179,8 +195,9 @@ def try_version(
         return
     moved = pins.start_trial(name, device, versions)
     print(
-        f"In this checkout {name} is, until `kvlab engines try {name}`, with {', '.join(moved)}.\n"
-        f"Nothing in the course was seen with it. `kvlab engines install {name}` installs it."
+        f"In this checkout {name} is now with {', '.join(moved)}, until\n"
+        f"`.venv/bin/kvlab engines try {name}`. Nothing in the course was seen with it.\n"
+        f"`.venv/bin/kvlab engines install {name}` installs it."
     )
 
 
@@ -230,7 +247,7 @@ def look(
     seen = systems.run(names or [])
     if record:
         systems.record(seen)
-    raise typer.Exit(len(seen) != len(names or systems.SYSTEMS))
+    raise typer.Exit(len(seen) != len({name.lower() for name in names or ()} or systems.SYSTEMS))
 
 
 @app.command("test-python")

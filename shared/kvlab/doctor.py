@@ -123,7 +123,8 @@ def _optional(name: str, module: str, deep: bool) -> Finding:
     if environments.is_whole(place):
         return _environment(place, module, deep)
     _, disk = environments.SIZES[name, environments.device()]
-    how = f"Chapters that want it say so: kvlab engines install {name} ({disk} GB on disk)."
+    install = f".venv/bin/kvlab engines install {name}"
+    how = f"Chapters that want it say so: {install} ({disk} GB on disk)."
     return Finding("not installed", how, True)
 
 

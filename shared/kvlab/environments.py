@@ -211,7 +211,7 @@ def python(name: str) -> Path:
     place = folder(name)
     if not is_whole(place):
         trial_said = (
-            f" This checkout tries other versions: `kvlab engines try {name}` goes back."
+            f" This checkout tries other versions: `.venv/bin/kvlab engines try {name}` goes back."
             if trial(name, device()).exists()
             else ""
         )

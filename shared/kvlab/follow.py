@@ -1,29 +1,21 @@
 """Chapter 06 follows one request through every system: the request, and who answered it.
 
-The request is that of `kvlab.systems`, seen as a document of 360 tokens and a question of 41. The
-follow-up has all of it, the answer, and a second question. What happened to each is read off
-counters, before and after: `Watch`.
+The conversation is that of `kvlab.systems`; its question is seen as a document of 360 tokens and a
+question of 41. What happened to each request is read off counters, before and after: `Watch`.
 """
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from kvlab import environments, memory, systems
-from kvlab.engines.protocol import Completion, Engine
+from kvlab.engines.protocol import Engine
 from kvlab.pictures.path import Count, PathPicture
-from kvlab.systems import OUTPUT, PROMPT, Seen, reset
+from kvlab.systems import PROMPT, Seen
 
 DOCUMENT, QUESTION = PROMPT[:360], PROMPT[360:]
-SECOND_QUESTION = [random.Random(2).randrange(10, 250) for _ in range(40)]
-
-
-def follow_up(first: Completion) -> list[int]:
-    """The prompt of the follow-up: document, question, answer, second question."""
-    return PROMPT + first.token_ids + SECOND_QUESTION
 
 
 class Counting(Protocol):
@@ -88,29 +80,17 @@ def _value(page: Mapping[str, float], name: str) -> float:
 
 
 def talk(engine: Engine, watch: Watch, path: PathPicture) -> Seen:
-    """The question, the follow-up, and the follow-up once more after the engine's own cache was
-    emptied; each lights the path, and is told in words.
+    """Have the conversation: each request lights the path, and is told in a line.
 
-    Gives the cached tokens of all three, under the names that `kvlab.systems.thrice` has.
+    Gives the cached tokens of all three.
     """
-    prompt = PROMPT
-    answers = []
-    for event in ("question", "follow-up", "after a reset"):
-        if event == "after a reset":
-            reset(engine)
-        answer = engine.generate(prompt, max_tokens=OUTPUT, ignore_eos=True)
+    answers = {}
+    for event, answer in systems.conversation(engine):
         path.note(event, watch.moved())
         print(f"{event}: {answer.cached_tokens} of {answer.prompt_tokens} tokens cached")
         print(path.told())
-        answers.append(answer)
-        prompt = follow_up(answers[0])
-    first, again, after = answers
-    return {
-        "first": first.cached_tokens,
-        "again": again.cached_tokens,
-        "after_reset": after.cached_tokens,
-        "same_answer": again.token_ids == after.token_ids,
-    }
+        answers[event] = answer
+    return systems.counted(answers)
 
 
 def live(name: str, look: Callable[[], Seen], *, gib: float = 3) -> Seen:
@@ -129,7 +109,6 @@ def live(name: str, look: Callable[[], Seen], *, gib: float = 3) -> Seen:
     found = systems.seen_on("cpu")[name]
     print(f"NOT RUN HERE: {reason}")
     print(f"As recorded with {name} {found['version']} ({found['hardware']}, {found['date']}):")
-    print(f"(the question of {len(PROMPT)} tokens, again and again)")
     print(f"    {systems.told(found['seen'])}")
     return {**found["seen"], "recorded": True}
 
@@ -137,9 +116,15 @@ def live(name: str, look: Callable[[], Seen], *, gib: float = 3) -> Seen:
 # Who decides, owns, moves, consumes; the numbers in braces are those that a system's look gave.
 _VERBS = {
     "vLLM": (
-        "what runs; which blocks stay: {again} tokens found again",
+        "what runs; which blocks stay: {follow_up} tokens found again",
         "its pool: {after_reset} tokens left after a reset",
         "no, its connectors do",
+        "**yes**",
+    ),
+    "SGLang": (
+        "what runs; which pages stay: {follow_up} tokens found again",
+        "its pool",
+        "no, HiCache and Mooncake do",
         "**yes**",
     ),
     "HiCache": (
@@ -151,7 +136,7 @@ _VERBS = {
     "LMCache": (
         "which chunks are kept and offered",
         "host memory and files: {after_reset} tokens left after a reset",
-        "between engine, host and files",
+        "host and files; its connector: device and host",
         "no",
     ),
     "Mooncake Store": (

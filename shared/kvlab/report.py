@@ -32,21 +32,12 @@ _QUOTE = re.compile(r"<!-- (results/[\w.-]+\.json) (\w+) -->.*?<!-- / -->", re.D
 
 def record(name: str, what: str, conditions: Mapping[str, Any], values: Mapping[str, Any]) -> Path:
     """Write results/<name>.json, stamped with this host, the versions and the date."""
-    import psutil
-
-    gpu = environments.gpu()
     path = ROOT / "results" / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     content = {
         "what": what,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "host": {
-            "cpu": _cpu_model(),
-            "cores": psutil.cpu_count(),
-            "memory_gib": round(psutil.virtual_memory().total / 2**30),
-            "system": f"{platform.system()} {platform.machine()}",
-            "gpu": None if isinstance(gpu, str) else gpu.name,
-        },
+        "host": host(),
         "versions": {
             "python": platform.python_version(),
             **{package: metadata.version(package) for package in VERSIONS_OF},
@@ -56,6 +47,20 @@ def record(name: str, what: str, conditions: Mapping[str, Any], values: Mapping[
     }
     path.write_text(json.dumps(content, indent=2) + "\n")
     return path
+
+
+def host() -> dict[str, Any]:
+    """What this machine is."""
+    import psutil
+
+    gpu = environments.gpu()
+    return {
+        "cpu": _cpu_model(),
+        "cores": psutil.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30),
+        "system": f"{platform.system()} {platform.machine()}",
+        "gpu": None if isinstance(gpu, str) else gpu.name,
+    }
 
 
 def value(file: str, key: str) -> Any:

@@ -62,7 +62,7 @@ def with_vllm(model: Path, ids: list[int]) -> list[int]:
     except EngineError as error:
         raise SetupError(
             f"Everything is installed, but vLLM did not pass the self-check.\n{error}\n"
-            "Run the same command again; `kvlab doctor --deep` checks what is installed."
+            "Run the same command again; `.venv/bin/kvlab doctor --deep` checks what is installed."
         ) from error
 
 
@@ -105,8 +105,8 @@ def run() -> None:
         raise SetupError(
             f"The tokens of {' and '.join(different)} differ from those of transformers:\n"
             f"{json.dumps(answers)}\n"
-            "Something on this machine computes otherwise. `kvlab doctor --deep` checks the\n"
-            "files; please report what it prints, with the lines above."
+            "Something on this machine computes otherwise. `.venv/bin/kvlab doctor --deep`\n"
+            "checks the files; please report what it prints, with the lines above."
         )
 
 

@@ -1,8 +1,9 @@
 """Every system of the course, live on one request: what `kvlab engines look` runs.
 
-The request is the same for all: a prompt of 401 tokens, which comes again, and again after the
-engine's own cache was emptied. Who has its KV then? Each `look` starts its system, asks, ends it,
-and gives back what it saw as plain numbers. results/systems.json keeps what was seen, where, when.
+The request is the same for all: a question of 401 tokens. What keeps KV gets the follow-up too, and
+once more after the engine's own cache was emptied. Who has its KV then? Each `look` starts its
+system, asks, ends it, and gives back what it saw as plain numbers. results/systems.json keeps what
+was seen, where, when.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import datetime
 import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,16 +24,20 @@ from kvlab.paths import ROOT, SetupError
 RECORD = ROOT / "results" / "systems.json"
 MODEL = "tiny-random"
 PROMPT = [random.Random(1).randrange(10, 250) for _ in range(401)]
+"""The question."""
+SECOND_QUESTION = [random.Random(2).randrange(10, 250) for _ in range(40)]
 OUTPUT = 8
 
 Seen = dict[str, int | bool]
 
 
 @dataclass(frozen=True)
-class System:
+class Entry:
     """A system that the course runs."""
 
     name: str
+    start: str
+    """What starts it, in kvlab.engines."""
     role: str
     package: str
     """The distribution whose version counts; "" for minikv, which is the checkout's."""
@@ -46,8 +51,8 @@ class System:
         return environments.version(self.package, self.environment, device)
 
 
-def ask(engine: Engine) -> Completion:
-    return engine.generate(PROMPT, max_tokens=OUTPUT, ignore_eos=True)
+def ask(engine: Engine, prompt: list[int] = PROMPT) -> Completion:
+    return engine.generate(prompt, max_tokens=OUTPUT, ignore_eos=True)
 
 
 def reset(engine: Engine) -> None:
@@ -59,59 +64,78 @@ def reset(engine: Engine) -> None:
         time.sleep(0.1)
 
 
-def thrice(engine: Engine, wait: float = 0) -> Seen:
-    """The prompt, again, and again after a reset: cached tokens, and whether the answers are the
-    same. What a system stores may be found only some moments later: for up to `wait` seconds the
-    last is repeated until something is."""
-    first, again = ask(engine), ask(engine)
-    until = time.monotonic() + wait
+def conversation(engine: Engine, lasting: int = 0) -> Iterator[tuple[str, Completion]]:
+    """The question, the follow-up (all of that, the answer, and a second question), and the
+    follow-up once more after the engine's own cache was emptied: each with its name, as it comes.
+
+    lasting: how many tokens outlive the reset. What stores them may do so some moments behind the
+    answer: the last request is repeated until they are found. Raises EngineError if they are not
+    found in half a minute.
+    """
+    first = ask(engine)
+    yield "question", first
+    prompt = PROMPT + first.token_ids + SECOND_QUESTION
+    yield "follow-up", ask(engine, prompt)
+    until = time.monotonic() + 30
     while True:
         reset(engine)
-        after = ask(engine)
-        if after.cached_tokens or time.monotonic() > until:
+        last = ask(engine, prompt)
+        if last.cached_tokens >= lasting:
             break
+        if time.monotonic() > until:
+            raise EngineError(f"{last.cached_tokens} tokens outlived the reset, not {lasting}.")
         time.sleep(1)
+    yield "after a reset", last
+
+
+def counted(answers: dict[str, Completion]) -> Seen:
+    """A conversation's cached tokens, and whether the follow-up had the same answer twice."""
+    again, last = answers["follow-up"], answers["after a reset"]
     return {
-        "first": first.cached_tokens,
-        "again": again.cached_tokens,
-        "after_reset": after.cached_tokens,
-        "same_answer": first.token_ids == again.token_ids == after.token_ids,
+        "question": answers["question"].cached_tokens,
+        "follow_up": again.cached_tokens,
+        "after_reset": last.cached_tokens,
+        "same_answer": again.token_ids == last.token_ids,
     }
+
+
+def _talk(engine: Engine, lasting: int = 0) -> Seen:
+    return counted(dict(conversation(engine, lasting)))
 
 
 def _minikv() -> Seen:
     from kvlab.engines import minikv
 
     with minikv.start(MODEL) as engine:
-        return thrice(engine)
+        return _talk(engine)
 
 
 def _vllm() -> Seen:
     from kvlab.engines import vllm
 
     with vllm.start(MODEL) as engine:
-        return thrice(engine)
+        return _talk(engine)
 
 
 def _sglang() -> Seen:
     from kvlab.engines import sglang
 
     with sglang.start(MODEL) as engine:
-        return thrice(engine)
+        return _talk(engine)
 
 
 def _hicache() -> Seen:
     from kvlab.engines import sglang
 
     with Scratch() as folder, sglang.start(MODEL, hicache=sglang.HiCache(folder=folder)) as engine:
-        return thrice(engine, wait=20)
+        return _talk(engine, lasting=448)
 
 
 def _lmcache() -> Seen:
     from kvlab.engines import lmcache, vllm
 
     with lmcache.start() as cache, vllm.start(MODEL, connector=cache.connector()) as engine:
-        return thrice(engine, wait=20)
+        return _talk(engine, lasting=384)
 
 
 def _store() -> Seen:
@@ -122,7 +146,7 @@ def _store() -> Seen:
         master.client(segment_bytes=128 << 20),
         vllm.start(MODEL, connector=vllm_connectors.to_mooncake(master)) as engine,
     ):
-        return thrice(engine, wait=20) | {"objects": int(master.metrics()["master_key_count"])}
+        return _talk(engine, lasting=448) | {"objects": int(master.metrics()["master_key_count"])}
 
 
 def _transfer_engine() -> Seen:
@@ -178,22 +202,46 @@ def _router() -> Seen:
 
 
 SYSTEMS = (
-    System("minikv", "engine", "", "notebook", _minikv),
-    System("vLLM", "engine", "vllm", "vllm", _vllm),
-    System("SGLang", "engine", "sglang", "sglang", _sglang),
-    System("HiCache", "tiers below SGLang's radix tree", "sglang", "sglang", _hicache),
-    System("LMCache", "KV cache beside engines", "lmcache", "vllm", _lmcache),
-    System("Mooncake Store", "object store for KV", "mooncake-transfer-engine", "vllm", _store),
-    System(
+    Entry("minikv", "minikv.start()", "engine", "", "notebook", _minikv),
+    Entry("vLLM", "vllm.start()", "engine", "vllm", "vllm", _vllm),
+    Entry("SGLang", "sglang.start()", "engine", "sglang", "sglang", _sglang),
+    Entry(
+        "HiCache",
+        "sglang.start(hicache=HiCache())",
+        "tiers below SGLang's radix tree",
+        "sglang",
+        "sglang",
+        _hicache,
+    ),
+    Entry("LMCache", "lmcache.start()", "KV cache beside engines", "lmcache", "vllm", _lmcache),
+    Entry(
+        "Mooncake Store",
+        "mooncake.start()",
+        "object store for KV",
+        "mooncake-transfer-engine",
+        "vllm",
+        _store,
+    ),
+    Entry(
         "Mooncake Transfer Engine",
+        "transfer_engine.start()",
         "memory to memory",
         "mooncake-transfer-engine",
         "vllm",
         _transfer_engine,
     ),
-    System("NIXL", "carries the handoff of a vLLM pair", "nixl", "vllm", _nixl),
-    System("SGLang pair", "prefill/decode handoff over Mooncake", "sglang", "sglang", _sglang_pair),
-    System("sglang-router", "chooses a replica", "sglang-router", "router", _router),
+    Entry("NIXL", "vllm_pd.start()", "carries the handoff of a vLLM pair", "nixl", "vllm", _nixl),
+    Entry(
+        "SGLang pair",
+        "sglang_pd.start()",
+        "prefill/decode handoff over Mooncake",
+        "sglang",
+        "sglang",
+        _sglang_pair,
+    ),
+    Entry(
+        "sglang-router", "router.start()", "chooses a replica", "sglang-router", "router", _router
+    ),
 )
 
 
@@ -207,7 +255,7 @@ def run(names: list[str], say: Callable[[str], None] = print) -> dict[str, Seen]
         if name.lower() not in known:
             raise SetupError(f"No system is called {name!r}. There are {', '.join(known)}.")
     seen = {}
-    for system in [known[name.lower()] for name in names] or SYSTEMS:
+    for system in [known[name] for name in dict.fromkeys(map(str.lower, names))] or SYSTEMS:
         try:
             seen[system.name] = system.look()
         except (EngineError, SetupError) as error:
@@ -228,14 +276,17 @@ def record(seen: dict[str, Seen]) -> None:
     for system in SYSTEMS:
         if system.name in seen:
             devices.setdefault(device, {})[system.name] = {
+                "start": f"kvlab.engines.{system.start}",
                 "version": system.version(device),
                 "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
                 "hardware": "CPU" if isinstance(gpu, str) or device == "cpu" else gpu.name,
+                "host": report.host(),
                 "seen": seen[system.name],
             }
     rows = [
         {
             "system": name,
+            "start": f"`{found['start']}`",
             "version": found["version"],
             "seen": told(found["seen"]),
             "on": f"{found['hardware']}, {found['date']}",
@@ -262,7 +313,7 @@ def seen_on(device: str) -> dict[str, Any]:
 def rows() -> list[tuple[str, str, str, str, str]]:
     """For the doctor: system, what it is, pinned version, seen on a CPU, seen on CUDA."""
 
-    def told_of(system: System, device: str) -> str:
+    def told_of(system: Entry, device: str) -> str:
         found = seen_on(device).get(system.name)
         if found is None:
             return "not seen"

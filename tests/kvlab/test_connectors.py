@@ -30,8 +30,8 @@ FULL = 384
 MODEL = "tiny-random"
 
 
-def ask(engine: VLLM) -> Completion:
-    return engine.generate(PROMPT, max_tokens=8, ignore_eos=True)
+def ask(engine: VLLM, prompt: list[int] = PROMPT) -> Completion:
+    return engine.generate(prompt, max_tokens=8, ignore_eos=True)
 
 
 def same(one: Completion, other: Completion) -> bool:
@@ -76,7 +76,21 @@ def plain() -> tuple[Completion, Events, Events]:
         before = engine.kv_events()
         assert engine.reset_prefix_cache()
         ask(engine)  # "cleared" is told with the next step
-        return first, before, engine.kv_events()
+        after = engine.kv_events()
+        for wait in (-1, float("nan")):
+            with pytest.raises(EngineError, match="number of seconds"):
+                engine.kv_events(wait)
+        # As if two batches of events had been lost: what came is kept for the next call.
+        engine._next_event -= 2
+        ask(engine, [20] * 64)
+        with pytest.raises(EngineError, match=r"lost.*next call"):
+            engine.kv_events()
+        (event,) = engine.kv_events()
+        assert event["block_hashes"] == block_hashes([20] * 64)
+        os.kill(engine.pid, signal.SIGKILL)
+        with pytest.raises(EngineError, match="killed by signal 9"):
+            engine.kv_events()
+        return first, before, after
 
 
 @pytest.fixture(scope="module")

@@ -163,8 +163,12 @@ def test_the_master_is_restarted() -> None:
         with master.client() as store:
             store.put("k", b"hello")
             os.kill(master.pid, signal.SIGKILL)
+            for asked in (store.exists, store.size, store.get, store.replicas):
+                with pytest.raises(StoreError, match="-900"):
+                    asked("k")
             with pytest.raises(StoreError, match="-900"):
-                store.exists("k")
+                store.get_many(["k"])
+            assert store.get_many([]) == []
             with pytest.raises(EngineError, match="master is stopped"):
                 master.client()
             master.restart()

@@ -133,8 +133,8 @@ def test_the_table_holds_for_what_was_recorded_alone():
         name: {**found["seen"], "recorded": True} for name, found in systems.seen_on("cpu").items()
     }
     text = follow.table(recorded)
-    assert text.count("(recorded, not run here)") == text.count("\n") - 1 == 8
-    assert "12 objects after vLLM's end" in text
+    assert text.count("(recorded, not run here)") == text.count("\n") - 1 == 9
+    assert "14 objects after vLLM's end" in text
     assert "401 bytes, the same: True" in text
-    live = {**recorded, "LMCache": {"again": 384, "after_reset": 384}}
-    assert follow.table(live).count("not run here") == 7
+    live = {**recorded, "LMCache": {"follow_up": 384, "after_reset": 384}}
+    assert follow.table(live).count("not run here") == 8

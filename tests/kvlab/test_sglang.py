@@ -84,11 +84,13 @@ def test_it_listens_on_loopback_alone(engine: SGLang) -> None:
     assert listening == {"127.0.0.1"}
 
 
-def test_no_way_leads_a_token_outside_the_vocabulary_in(engine: SGLang) -> None:
-    """SGLang 0.5.23 would take it, and its scheduler would end."""
-    for ask in (engine.generate, engine.wire, lambda tokens: next(engine.stream(tokens))):
+def test_no_way_leads_a_token_outside_the_vocabulary_in_or_no_token(engine: SGLang) -> None:
+    """SGLang 0.5.23 would take both, and its scheduler would end."""
+    for ask in (engine.generate, engine.wire, lambda prompt: next(engine.stream(prompt))):
         with pytest.raises(EngineError, match="token 1000000 is none of"):
             ask([1, 1_000_000])
+        with pytest.raises(EngineError, match="the prompt is empty"):
+            ask("")
     assert engine.generate([20, 21], max_tokens=1).token_ids
 
 

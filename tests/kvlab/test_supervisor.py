@@ -150,6 +150,15 @@ def test_a_scratch_folder_goes_with_its_process() -> None:
     assert not folder.parent.exists()
 
 
+def test_what_runs_is_listed_with_who_started_it() -> None:
+    with starter("start") as (program, facts):
+        (one,) = process.running()
+        assert one.starter.startswith(f"{program.pid} ")
+        assert one.bytes > 1 << 20
+        assert one.log.stem.endswith(Path(facts["folder"]).name)
+    assert within(10, lambda: process.running() == [])
+
+
 def test_restart_gives_another_tree_at_the_same_port() -> None:
     with StandIn("sane") as engine:
         before = engine.start().facts()

@@ -26,7 +26,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import psutil
 
@@ -189,12 +189,42 @@ def sweep() -> list[str]:
     return swept
 
 
+class Running(NamedTuple):
+    """A system that runs on this machine, whoever started it with this cache folder."""
+
+    name: str
+    bytes: int
+    """Resident memory of its processes; what they share counts in each."""
+    starter: str
+    """Process id and command of who started it, and whose end would end it."""
+    log: Path
+
+
+def running() -> list[Running]:
+    """The systems that run now, the largest first."""
+    found = []
+    for log in paths.make_cache("logs").glob(_LOGS):
+        name, _, _, run = log.stem.rsplit("-", 3)
+        processes = [psutil.Process(process.pid) for process in supervisor.marked(run)]
+        with contextlib.suppress(psutil.Error):  # it is ending
+            size = sum(process.memory_info().rss for process in processes)
+            own = {process.pid for process in processes}
+            for process in processes:
+                starter = process.parent()
+                if starter is not None and starter.pid not in own:
+                    command = " ".join(starter.cmdline())
+                    found.append(Running(name, size, f"{starter.pid} {command}", log))
+    return sorted(found, key=lambda one: -one.bytes)
+
+
+_LOGS = f"*-{'[0-9a-f]' * 8}.log"
+
+
 def _new_log(name: str, run: str) -> Path:
     folder = paths.make_cache("logs")
     # One whose run still has its folder is of an engine that lives.
     running = {place.name for place in _temp_root().iterdir()}
-    ours = folder.glob(f"*-{'[0-9a-f]' * 8}.log")
-    done = [log for log in ours if log.stem.rpartition("-")[2] not in running]
+    done = [log for log in folder.glob(_LOGS) if log.stem.rpartition("-")[2] not in running]
     logs = sorted(done, key=lambda log: log.stat().st_mtime)
     for old in logs[: 1 - _KEPT_LOGS]:
         old.unlink(missing_ok=True)

@@ -24,7 +24,8 @@ def check(name: str, parts: Mapping[str, int], cure: str) -> None:
         listed = ", ".join(f"{_gib(size)} {what}" for what, size in parts.items())
         raise EngineError(
             f"{name} needs about {_gib(needed)} of memory ({listed}), and {_gib(free)} are free. "
-            f"Stop other engines and kernels (`kvlab engines running` lists them), or {cure}."
+            f"Stop other engines and kernels (`.venv/bin/kvlab engines running`\n"
+            f"lists them), or {cure}."
         )
 
 

@@ -205,8 +205,8 @@ _SENTENCES = (
     ),
     (
         r"ModuleNotFoundError: No module named",
-        "SGLang's environment is damaged: `kvlab engines remove sglang`, then "
-        "`kvlab engines install sglang`.",
+        "SGLang's environment is damaged: `.venv/bin/kvlab engines remove sglang`, then "
+        "`.venv/bin/kvlab engines install sglang`.",
     ),
     (r"unrecognized arguments", "This SGLang does not know a flag that it was given."),
 )

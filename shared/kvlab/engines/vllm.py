@@ -150,7 +150,7 @@ _SENTENCES = (
     (r"Available memory on node", "Memory is too little: stop other engines and kernels."),
     (
         r"ModuleNotFoundError: No module named",
-        "vLLM's environment is damaged: `kvlab engines remove vllm`, then `make setup`.",
+        "vLLM's environment is damaged: `.venv/bin/kvlab engines remove vllm`, then `make setup`.",
     ),
     (r"unrecognized arguments", "This vLLM does not know a flag that it was given (extra_args)."),
 )
