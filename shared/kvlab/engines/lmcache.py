@@ -63,7 +63,14 @@ def start(
 
 
 class LMCache(Server):
-    """An LMCache server; `start` makes one."""
+    """An LMCache server; `start` makes one.
+
+    An engine notices that its server has gone by a ping that fails, at the latest after 20 s, and
+    meets it anew when pings come back: vLLM's log says "entering degraded mode" and "resuming
+    normal operation". A server that is back sooner, as with restart(), may go unnoticed; the engine
+    then waits for each lookup and finds nothing (0.5.6, HeartbeatThread of
+    lmcache/integration/vllm/vllm_multi_process_adapter.py). Stop it, wait, and start it.
+    """
 
     name = "LMCache"
     _environment_name = ENVIRONMENT
