@@ -90,6 +90,8 @@ class Server(System):
                 f"restart() starts it anew. Its log: {self.log}",
                 self.log,
             ) from None
+        except EngineError:
+            raise
         except RuntimeError as error:  # httpx's, where stop() in another thread has closed it
             if client.is_closed:
                 raise EngineError(f"{self.name} was stopped while it was asked.") from error
