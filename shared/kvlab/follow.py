@@ -6,22 +6,15 @@ question of 41. What happened to each request is read off counters, before and a
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
 from kvlab import environments, memory, systems
-from kvlab.engines.protocol import Engine
+from kvlab.engines.protocol import Counting, Engine
+from kvlab.measure import settled
 from kvlab.pictures.path import Count, PathPicture
 from kvlab.systems import PROMPT, Seen
 
 DOCUMENT, QUESTION = PROMPT[:360], PROMPT[360:]
-
-
-class Counting(Protocol):
-    """Whatever has counters."""
-
-    def metrics(self) -> dict[str, float]: ...
 
 
 Counter = tuple[Counting, str] | tuple[Counting, str, float]
@@ -40,17 +33,8 @@ class Watch:
         self._before = self._read()
 
     def moved(self) -> dict[str, Count]:
-        """The difference to the last call, once the counters stand still.
-
-        Systems store behind an answer, and count behind what they do: LMCache some tenths of a
-        second.
-        """
-        now, since = self._read(), time.monotonic()
-        until = since + 30
-        while time.monotonic() - since < 1.5 and time.monotonic() < until:
-            time.sleep(0.3)
-            if (again := self._read()) != now:
-                now, since = again, time.monotonic()
+        """The difference to the last call, once the counters stand still. Raises EngineError."""
+        now = settled(self._read)
         before, self._before = self._before, now
         return {place: self._difference(place, before, now) for place in self._counters}
 

@@ -16,6 +16,7 @@ after Ctrl-C what was measured is there, and what was not yet due is counted as 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import json
 import resource
@@ -66,7 +67,7 @@ class Outcome:
     cached_tokens: int | None = None
     failure: str = ""
     """Why there is no whole answer: "timeout", "refused: ...", "broke off: ...", "short: ...",
-    "not understood: ...", "stopped"."""
+    "not understood: ...", "stopped", "not sent, ..."."""
 
     @property
     def ok(self) -> bool:
@@ -181,7 +182,8 @@ class _Sending:
     def stop(self) -> None:
         self._stopped = True  # also before there is a loop
         if self._loop is not None and self._main is not None:
-            self._loop.call_soon_threadsafe(self._main.cancel)
+            with contextlib.suppress(RuntimeError):  # it has just done all
+                self._loop.call_soon_threadsafe(self._main.cancel)
 
     async def _all(self) -> None:
         self._loop, self._main = asyncio.get_running_loop(), asyncio.current_task()
@@ -222,9 +224,10 @@ class _Sending:
             outcome.failure = "stopped"
             raise
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):  # this process is at fault
-                raise
-            outcome.failure = f"broke off: {type(error).__name__} {error}"
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                outcome.failure = "not sent, this client had too many open files (`ulimit -n`)"
+            else:
+                outcome.failure = f"broke off: {type(error).__name__} {error}"
         except Exception as error:  # whatever a server sends: one odd answer harms no other
             outcome.failure = f"broke off: {type(error).__name__} {str(error)[:200]}"
         finally:

@@ -19,13 +19,16 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import numpy as np
 
 from kvlab import report
 from kvlab.engines.generating import GeneratingServer
+from kvlab.engines.protocol import Counting, EngineError
 from kvlab.load import Outcome, Run
+
+T = TypeVar("T")
 
 # One request.
 
@@ -125,15 +128,20 @@ def percentile(
     if not groups:
         return None
     rng = np.random.default_rng(seed)
-    drawn = rng.integers(len(groups), size=(draws, len(groups)))
-    if all(len(group) == 1 for group in groups):
-        found = np.percentile(np.concatenate(groups)[drawn], percent, axis=1)
-    else:
-        found = np.array(
-            [np.percentile(np.concatenate([groups[i] for i in row]), percent) for row in drawn]
-        )
+    values = np.concatenate(groups)
+    # Sorted once: each draw then says how often each value is there.
+    order = np.argsort(values, kind="stable")
+    ranked = values[order]
+    owner = np.repeat(np.arange(len(groups)), [len(group) for group in groups])[order]
+    found = []
+    for drawn in rng.integers(len(groups), size=(draws, len(groups))):
+        upto = np.cumsum(np.bincount(drawn, minlength=len(groups))[owner])
+        place = (upto[-1] - 1) * percent / 100  # as np.percentile has it: between two neighbours
+        ranks = [np.floor(place), np.ceil(place)]
+        before, behind = ranked[np.searchsorted(upto, ranks, side="right")]
+        found.append(before + (behind - before) * (place % 1))
     low, high = np.percentile(found, (2.5, 97.5))
-    value = np.percentile(np.concatenate(groups), percent)
+    value = np.percentile(values, percent)
     return Estimate(percent, float(value), float(low), float(high), len(groups))
 
 
@@ -261,10 +269,6 @@ def hits(outcomes: Iterable[Outcome]) -> Hits:
 # What the engine counted meanwhile.
 
 
-class Counting(Protocol):
-    def metrics(self) -> dict[str, float]: ...
-
-
 @dataclass
 class Counted:
     """How an engine's counters changed."""
@@ -286,30 +290,42 @@ class Counted:
 def counting(engine: Counting) -> Iterator[Counted]:
     """What the engine's counters gain inside the `with` block, which is for nobody else's requests.
 
-    Some are counted moments after the answer: they are read until two readings are the same.
+    Raises EngineError if they do not come to rest: see settled().
     """
-    counted, before = Counted(), engine.metrics()
+
+    def counters() -> dict[str, float]:
+        return {
+            name: value
+            for name, value in engine.metrics().items()
+            # Looking is a request by HTTP, too.
+            if re.search(r"_(?:total|sum|count)(?:\{|$)", name) and ":http_" not in name
+        }
+
+    counted, before = Counted(), counters()
     yield counted
-    after = _settled(engine)
     counted.changed = {
         name: value - before.get(name, 0)
-        for name, value in after.items()
-        if value != before.get(name, 0) and re.search(r"_(?:total|sum|count)(?:\{|$)", name)
+        for name, value in settled(counters).items()
+        if value != before.get(name, 0)
     }
 
 
-def _settled(engine: Counting, wait: float = 0.3, most: int = 20) -> dict[str, float]:
-    def tokens(found: dict[str, float]) -> dict[str, float]:
-        return {name: value for name, value in found.items() if "_tokens" in name}
+def settled(read: Callable[[], T], *, rest: float = 1.5, most: float = 30) -> T:
+    """A reading of counters that has stayed the same for `rest` seconds.
 
-    last = engine.metrics()
-    for _ in range(most):
-        time.sleep(wait)
-        now = engine.metrics()
-        if tokens(now) == tokens(last):
-            break
-        last = now
-    return last
+    Systems store behind an answer, and count behind what they do: LMCache some tenths of a second.
+    (SGLang 0.5.23 counts decoded tokens once in 40 steps: those of the last steps may be missing
+    for ever.) Raises EngineError if they have moved for `most` seconds.
+    """
+    now, since = read(), time.monotonic()
+    until = since + most
+    while time.monotonic() - since < rest:
+        if time.monotonic() > until:
+            raise EngineError(f"Counters have moved for {most:g} s: other requests are running.")
+        time.sleep(0.2)
+        if (again := read()) != now:
+            now, since = again, time.monotonic()
+    return now
 
 
 # For people, and for results/.

@@ -18,7 +18,8 @@ from typing import Any
 
 from kvlab import environments, report
 from kvlab.engines.process import Scratch
-from kvlab.engines.protocol import Completion, Engine, EngineError
+from kvlab.engines.protocol import Completion, Counting, Engine, EngineError
+from kvlab.measure import settled
 from kvlab.paths import ROOT, SetupError
 
 RECORD = ROOT / "results" / "systems.json"
@@ -103,6 +104,11 @@ def _talk(engine: Engine, lasting: int = 0) -> Seen:
     return counted(dict(conversation(engine, lasting)))
 
 
+def _count(engine: Counting, name: str) -> int:
+    """One of its counters, once that stands still; 0 where it has never moved."""
+    return int(settled(lambda: engine.metrics().get(name, 0)))
+
+
 def _minikv() -> Seen:
     from kvlab.engines import minikv
 
@@ -165,11 +171,10 @@ def _nixl() -> Seen:
 
     with vllm_pd.start(MODEL) as pair:
         answer, alone = ask(pair), ask(pair.prefill)
-        found = pair.decode.metrics()
         head = 'vllm:prompt_tokens_by_source_total{source="%s"}'
         return {
-            "computed_by_decode": int(found[head % "local_compute"]),
-            "transferred": int(found[head % "external_kv_transfer"]),
+            "computed_by_decode": _count(pair.decode, head % "local_compute"),
+            "transferred": _count(pair.decode, head % "external_kv_transfer"),
             "same_answer": answer.token_ids == alone.token_ids,
         }
 
@@ -181,8 +186,8 @@ def _sglang_pair() -> Seen:
         answer = ask(pair)
         counted = 'sglang:realtime_tokens_total{mode="prefill_compute"}'
         seen: Seen = {
-            "computed_by_decode": int(pair.decode.metrics().get(counted, 0)),
-            "computed_by_prefill": int(pair.prefill.metrics().get(counted, 0)),
+            "computed_by_prefill": _count(pair.prefill, counted),
+            "computed_by_decode": _count(pair.decode, counted),
         }
     with sglang.start(MODEL) as alone:
         return seen | {"same_answer": answer.token_ids == ask(alone).token_ids}

@@ -312,7 +312,7 @@ class Workload:
     requests: list[Request]
     made_by: dict[str, Any]
 
-    def manifest(self, block_size: int = 16) -> dict[str, Any]:
+    def manifest(self, block_size: int = 32) -> dict[str, Any]:
         """What a result says of its workload: enough to make it again, and to see that it is the
         same one. `block_size`: of the unlimited cache whose reuse is counted."""
         prompts = [request.prompt for request in self.requests]

@@ -22,6 +22,7 @@ import time
 from aiohttp import web
 
 turn = asyncio.Lock()
+USAGE_SECONDS = 0.2
 
 
 def event(**content: object) -> bytes:
@@ -74,6 +75,7 @@ async def answer(
             assert request.transport is not None
             request.transport.close()
             return
+    await asyncio.sleep(USAGE_SECONDS)  # as vLLM's, it has an event of its own
     usage = {
         "prompt_tokens": 10,
         "completion_tokens": tokens,

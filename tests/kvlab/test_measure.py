@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import numpy as np
 import pytest
 
 from kvlab import measure
+from kvlab.engines.protocol import EngineError
 from kvlab.load import Outcome, Run
 
 
@@ -134,10 +136,29 @@ def test_counters_are_read_until_they_rest() -> None:
         {head % "local_compute": compute, head % "local_cache_hit": hit, "vllm:running": 1.0}
         for compute, hit in ((100, 0), (110, 0), (117, 384), (117, 384))
     ]
+    pages[-1]["vllm:request_success_total"] = 1.0  # which moves last
     with measure.counting(Engine(*pages)) as counted:
         pass
     assert counted.by_source() == {"local_compute": 17, "local_cache_hit": 384}
+    assert counted.changed["vllm:request_success_total"] == 1
     assert "vllm:running" not in counted.changed
+
+
+def test_counters_that_never_rest_are_no_figure() -> None:
+    numbers = itertools.count()
+    with pytest.raises(EngineError, match="have moved for 1 s"):
+        measure.settled(lambda: next(numbers), most=1)
+
+
+def test_the_bootstrap_is_numpys_percentile_of_what_was_drawn() -> None:
+    requests = [[1.0, 5.0, 5.0], [2.0], [9.0, 0.5]]
+    rng = np.random.default_rng(3)
+    drawn = [rng.integers(3, size=3) for _ in range(50)]
+    drawn_values = [list(itertools.chain(*(requests[i] for i in row))) for row in drawn]
+    found = [np.percentile(values, 80) for values in drawn_values]
+    estimate = measure.percentile(requests, 80, draws=50, seed=3)
+    low, high = np.percentile(found, (2.5, 97.5))
+    assert (estimate.low, estimate.high) == (pytest.approx(low), pytest.approx(high))
 
 
 def test_sglangs_sources() -> None:

@@ -75,6 +75,12 @@ class Options(TypedDict, total=False):
     """Requests with the same salt share cached KV, those with different ones do not."""
 
 
+class Counting(Protocol):
+    """Whatever has counters."""
+
+    def metrics(self) -> dict[str, float]: ...
+
+
 class Engine(Protocol):
     """The calls that a notebook makes on any engine. All raise EngineError."""
 
