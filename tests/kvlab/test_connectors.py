@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import re
 import signal
 import socket
 from collections.abc import Iterator
@@ -176,9 +177,15 @@ def poisoned_then_killed(engine: VLLM, master: Master, reference: Completion) ->
             assert within(30, engine.reset_prefix_cache)
             assert same(engine.generate(long, max_tokens=8, ignore_eos=True), alone)
         assert within(30, engine.reset_prefix_cache)
+        before = sources(engine)
         survived = engine.generate(prompt, max_tokens=8, ignore_eos=True)
         assert same(survived, clean)
-        assert "loaded 0 of 12 blocks" in engine.log.read_text()
+        # Set-up E of lab 06.7: counted as brought, and computed all the same.
+        gained = {name: value - before[name] for name, value in sources(engine).items()}
+        assert gained == {"local_compute": 17, "local_cache_hit": 0, "external_kv_transfer": 384}
+        log = engine.log.read_text()
+        assert "loaded 0 of 12 blocks" in log
+        assert len(re.findall(r"Transfer failed for key: .* with error: -800", log)) >= 12
 
 
 def poisoned(engine: VLLM, client: Store) -> None:
@@ -265,8 +272,10 @@ def test_prefill_and_decode_apart(reference: Completion) -> None:
         answer = pair.generate(PROMPT, max_tokens=8, ignore_eos=True)
         assert same(answer, reference)
         assert sources(pair.prefill)["local_compute"] == 401
-        assert sources(pair.decode)["external_kv_transfer"] >= 400
-        assert sources(pair.decode)["local_compute"] <= 1
+        # Column D of lab 06.4: 13 blocks of 32 tokens, 4,096 bytes each.
+        assert sources(pair.decode)["external_kv_transfer"] == 401
+        assert sources(pair.decode)["local_compute"] == 0
+        assert pair.decode.metrics()["vllm:nixl_bytes_transferred_sum"] == 1_703_936
         streamed = list(pair.stream(PROMPT, max_tokens=8, ignore_eos=True))
         assert [token for chunk in streamed for token in chunk.token_ids] == reference.token_ids
         several = pair.generate([PROMPT, PROMPT[:100]], max_tokens=8, ignore_eos=True)
