@@ -149,6 +149,11 @@ def list_engines() -> None:
         if environments.trial(name, device).exists():
             state = f"on trial; {state}"
         table.add_row(name, holds, state)
+    known = {environments.folder(name) for name in environments.HOLDS}
+    others = set((cache() / "environments").glob("*")) - known
+    if others:
+        what = "older pins, other Pythons (`make test-python`)"
+        table.add_row("others", what, f"{size(*others) / 1e9:.1f} GB in {len(others)} folders")
     Console().print(table)
 
 
