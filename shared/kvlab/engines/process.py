@@ -150,7 +150,7 @@ class Scratch:
         folder, lock = _new_folder()
         self.path = folder / "files"
         self.path.mkdir()
-        self._remove = weakref.finalize(self, _discard, folder, lock)
+        self._remove = weakref.finalize(self, _discard, folder, lock, os.getpid())
 
     def remove(self) -> None:
         self._remove()
@@ -162,9 +162,10 @@ class Scratch:
         self.remove()
 
 
-def _discard(folder: Path, lock: int) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    os.close(lock)
+def _discard(folder: Path, lock: int, owner: int) -> None:
+    if os.getpid() == owner:  # and no fork of it that exits
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
 
 
 def sweep() -> list[str]:
@@ -205,15 +206,15 @@ def running() -> list[Running]:
     found = []
     for log in paths.make_cache("logs").glob(_LOGS):
         name, _, _, run = log.stem.rsplit("-", 3)
-        processes = [psutil.Process(process.pid) for process in supervisor.marked(run)]
+        pids = {process.pid for process in supervisor.marked(run)}
         with contextlib.suppress(psutil.Error):  # it is ending
+            processes = [psutil.Process(pid) for pid in pids]
             size = sum(process.memory_info().rss for process in processes)
-            own = {process.pid for process in processes}
-            for process in processes:
-                starter = process.parent()
-                if starter is not None and starter.pid not in own:
-                    command = " ".join(starter.cmdline())
-                    found.append(Running(name, size, f"{starter.pid} {command}", log))
+            parents = [process.parent() for process in processes]
+            starters = [parent for parent in parents if parent and parent.pid not in pids]
+            if starters:
+                told = f"{starters[0].pid} {' '.join(starters[0].cmdline())}"
+                found.append(Running(name, size, told, log))
     return sorted(found, key=lambda one: -one.bytes)
 
 
@@ -461,7 +462,7 @@ class System:
             environment = self._variables(folder)
             log = _new_log(self.name, folder.name)
         except BaseException:
-            _discard(folder, lock)
+            _discard(folder, lock, os.getpid())
             raise
         run = self._run = Supervised(self.name, folder, lock, log, command, environment, self.grace)
         # Runs when this object is collected and when the interpreter exits.

@@ -160,6 +160,8 @@ def _streams() -> list[tuple[list[float], list[int]]]:
 
 
 def _check_gaps(answer: Any) -> str:
+    if not callable(answer):
+        raise Wrong("write the function itl_by_token and pass the function itself")
     for times, tokens in _streams():
         given = answer(list(times), list(tokens))
         if given is None:
@@ -320,6 +322,8 @@ def _runs() -> list[tuple[Outcomes, float, float]]:
 
 
 def _check_good(answer: Any) -> str:
+    if not callable(answer):
+        raise Wrong("write the function goodput and pass the function itself")
     for outcomes, ttft, tpot in _runs():
         given = answer([dict(one) for one in outcomes], ttft, tpot)
         got = number(given, "the goodput")
@@ -464,6 +468,8 @@ def _slow_and_fast() -> list[list[float]]:
 
 
 def _check_interval(answer: Any) -> str:
+    if not callable(answer):
+        raise Wrong("write the function interval and pass the function itself")
     message = _judge_interval(answer, _slow_and_fast(), 50)
     # Slow answers that are long as well, and a percentile that is not the middle.
     rng = np.random.default_rng(9)
@@ -616,7 +622,7 @@ def _check_claims(answer: Any) -> str:
         raise Wrong(f"keep the keys: {', '.join(map(repr, _CLAIMS))}")
     letters = {"none", "median", "workload", "capacity", "as made"}
     for name, claim in answer.items():
-        if claim not in letters:
+        if not isinstance(claim, str) or claim not in letters:
             raise Wrong(f"{name}: one of {', '.join(sorted(letters))}")
     wrong = [name for name in _CLAIMS if answer[name] != _CLAIMS[name]]
     if wrong:
