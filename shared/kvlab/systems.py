@@ -212,7 +212,7 @@ SYSTEMS = (
     Entry("SGLang", "sglang.start()", "engine", "sglang", "sglang", _sglang),
     Entry(
         "HiCache",
-        "sglang.start(hicache=HiCache())",
+        "sglang.start(hicache=sglang.HiCache())",
         "tiers below SGLang's radix tree",
         "sglang",
         "sglang",
