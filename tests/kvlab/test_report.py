@@ -19,6 +19,8 @@ def test_result_files_say_where_they_come_from(path):
     result = json.loads(path.read_text())
     for field in ("what", "date", "host", "versions", "conditions", "values"):
         assert result[field], field
+    assert set(result["host"]) == set(report.host())
+    assert set(result["versions"]) == {"python", *report.VERSIONS_OF}
     assert path.stat().st_size < 100_000
 
 
