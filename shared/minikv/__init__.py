@@ -7,6 +7,7 @@ Read the files in the order in which a request meets them:
     request.py     what is one request, and in which state is it?
     scheduler.py   who runs in this step, and with how many tokens?
     blocks.py      where does KV live, and who may use it again?
+    radix.py       which beginning of this prompt has KV already?
     runner.py      a scheduled batch goes in; how do the next tokens come out?
     model.py       what does the model compute for one token, and where does it need the others?
     attention/     how does a query read the keys and values of the tokens before it?

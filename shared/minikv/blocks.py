@@ -68,6 +68,30 @@ class Block:
     hash: bytes | None = None
 
 
+@dataclass(frozen=True)
+class Stored:
+    """Blocks can be found from now on: their hashes, one the parent of the next."""
+
+    hashes: tuple[bytes, ...]
+    parent: bytes | None
+    """Of the first; None if it is a first block."""
+
+
+@dataclass(frozen=True)
+class Removed:
+    """A block was handed out again: this content can no longer be found in it."""
+
+    hash: bytes
+
+
+@dataclass(frozen=True)
+class Cleared:
+    """All content was forgotten."""
+
+
+Event = Stored | Removed | Cleared
+
+
 class BlockPool:
     """All blocks of the KV cache; block 0 is the null block, never handed out.
 
@@ -89,6 +113,9 @@ class BlockPool:
         # Hash -> the blocks that carry it, oldest first. Two requests that compute the same block
         # at the same time leave two: neither table may change under a running request.
         self.cached: dict[bytes, dict[int, Block]] = {}
+        # What the cache does, oldest first, as vLLM tells it (distributed/kv_events.py). Nobody is
+        # told before somebody puts a list here.
+        self.events: list[Event] | None = None
 
     @property
     def num_free(self) -> int:
@@ -105,6 +132,8 @@ class BlockPool:
             raise ValueError(f"{count} blocks asked for, {self.num_free} are free")
         taken = [self.free_queue.popitem(last=False)[1] for _ in range(count)]
         for block in taken:
+            if block.hash is not None:
+                self.tell(Removed(block.hash))
             self.unpublish(block)
             block.ref_cnt = 1
         return taken
@@ -155,7 +184,13 @@ class BlockPool:
             return False
         for block in self.blocks:
             self.unpublish(block)
+        self.tell(Cleared())
         return True
+
+    def tell(self, event: Event) -> None:
+        """Note what happened, if somebody wants to know."""
+        if self.events is not None:
+            self.events.append(event)
 
 
 class KVCacheManager:
@@ -218,10 +253,12 @@ class KVCacheManager:
         if not self.pool.enable_caching:
             return
         table = self.tables[request_id]
-        num_full = num_tokens // self.block_size
-        for i in range(self._num_published[request_id], num_full):
-            self.pool.publish(table[i], hashes[i])
-        self._num_published[request_id] = max(num_full, self._num_published[request_id])
+        first, end = self._num_published[request_id], num_tokens // self.block_size
+        for block, hash in zip(table[first:end], hashes[first:end], strict=True):
+            self.pool.publish(block, hash)
+        if first < end:
+            self.pool.tell(Stored(tuple(hashes[first:end]), hashes[first - 1] if first else None))
+        self._num_published[request_id] = max(first, end)
 
     def release(self, request_id: str, num_computed_tokens: int) -> None:
         """Free the request's blocks, the last first: the tail of a sequence is evicted before its

@@ -1,0 +1,247 @@
+"""Which beginning of this prompt has KV already, when requests share beginnings of any length?
+
+The other answer to the question of `blocks.py`. There a block is found by the hash of all tokens up
+to its end. Here cached sequences form a tree: an edge carries a run of tokens and their pages of
+KV, and sequences that begin alike share the edges from the root. To match is to walk from the root
+for as long as the tokens agree. Where they part in the middle of an edge, it is split in two.
+
+KV gets into the tree when it has been computed (`publish`), not before; a request locks the path
+that it uses, so that nobody evicts it (`lock`, `unlock`). Eviction takes leaves only, for what lies
+behind an evicted node could not be reached any more: the oldest leaf, then its parent, if that is a
+leaf now.
+
+A page is `page_size` tokens, as a block of `blocks.py`; the tree knows whole pages only. Ages are a
+clock that ticks with each look, so nothing here depends on time.
+
+The rules are those of SGLang 0.5.23: srt/mem_cache/unified_cache/unified_tree_core.py (match,
+insert, split, ages), components/full.py (locks, eviction), srt/mem_cache/evict_policy.py. The tree
+comes from Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs" (2024).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import Literal
+
+Policy = Literal["lru", "lfu", "priority"]
+Age = tuple[int, int]
+"""When a node was last used: the clock's tick, and how far above the node that was looked for."""
+
+
+class Node:
+    """An edge and the place where it ends: a run of tokens with their pages of KV."""
+
+    __slots__ = (
+        "age",
+        "children",
+        "hits",
+        "locks",
+        "pages",
+        "parent",
+        "priority",
+        "salt",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        pages: list[int],
+        parent: Node | None,
+        salt: str | None,
+        priority: int,
+        age: Age,
+    ) -> None:
+        self.tokens = tuple(tokens)
+        """Whole pages of tokens, at least one; none at the root."""
+        self.pages = pages
+        self.parent = parent
+        self.salt = salt
+        self.priority = priority
+        self.age = age
+        self.children: dict[tuple[str | None, tuple[int, ...]], Node] = {}
+        """By salt and first page: two children of one node differ in one of these."""
+        self.locks = 0
+        """Requests that use this node; then they use all above it, too."""
+        self.hits = 0
+        """How often it was published."""
+
+
+class RadixCache:
+    """A tree of cached pages over a pool of `num_pages`.
+
+    policy: what is evicted first. "lru": what was not looked for or published longest; "lfu": what
+    was published least often; "priority": what has the lowest priority; both by age among equals.
+    """
+
+    def __init__(self, num_pages: int, page_size: int = 1, policy: Policy = "lru") -> None:
+        if page_size < 1 or num_pages < 1:
+            raise ValueError(f"{num_pages} pages of {page_size} tokens are no pool")
+        self.page_size = page_size
+        self.policy = policy
+        self.num_pages = num_pages
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything, locks too."""
+        self._clock = 0
+        self.free_pages = list(range(self.num_pages))
+        self.root = Node((), [], None, None, 0, (0, 0))
+        self.cached_pages = 0
+        """In the tree, locked or not."""
+        self.protected_pages = 0
+        """In the tree, and locked."""
+        self.evicted_pages = 0
+        """So far."""
+
+    @property
+    def evictable_pages(self) -> int:
+        return self.cached_pages - self.protected_pages
+
+    def match(self, tokens: Sequence[int], salt: str | None = None) -> tuple[list[int], Node]:
+        """The pages of the longest beginning of `tokens` that is cached, and the node it ends at.
+
+        Looking counts as use, of this node and, a little less, of each above it. An edge of which
+        only a part agrees is split, so that the match ends at a node.
+        """
+        node, pages, place = self.root, list[int](), 0
+        while child := self._child(node, tokens, place, salt):
+            agreed = self._agreement(child, tokens, place)
+            node = child if agreed == len(child.tokens) else self._split(child, agreed)
+            pages += node.pages
+            place += agreed
+            if node is not child:
+                break
+        tick, above = self._tick(), 0
+        used: Node | None = node
+        while used is not None:
+            used.age = (tick, -above)
+            used, above = used.parent, above + 1
+        return pages, node
+
+    def publish(
+        self,
+        tokens: Sequence[int],
+        pages: Sequence[int],
+        salt: str | None = None,
+        priority: int = 0,
+    ) -> int:
+        """Put the whole pages of `tokens` and their KV into the tree; how many tokens were there.
+
+        pages: one for each whole page of tokens. Those of tokens that were there already are not
+        taken: the tree keeps its own, and the caller's stay the caller's, to free.
+        """
+        whole = len(tokens) // self.page_size * self.page_size
+        tokens = tokens[:whole]
+        self._use(self.root)
+        node, place = self.root, 0
+        while child := self._child(node, tokens, place, salt):
+            self._use(child)
+            agreed = self._agreement(child, tokens, place)
+            node = child if agreed == len(child.tokens) else self._split(child, agreed)
+            node.priority = max(node.priority, priority)
+            node.hits += 1
+            place += agreed
+        if place < whole:
+            new = list(pages[place // self.page_size : whole // self.page_size])
+            leaf = Node(tokens[place:], new, node, salt, priority, (self._tick(), 0))
+            leaf.hits = 1
+            node.children[self._key(tokens, place, salt)] = leaf
+            self.cached_pages += len(new)
+        return place
+
+    def lock(self, node: Node) -> None:
+        """Keep a node and all above it from eviction; as often as it is locked, it is unlocked."""
+        while node.parent is not None:
+            self.protected_pages += len(node.pages) * (node.locks == 0)
+            node.locks += 1
+            node = node.parent
+
+    def unlock(self, node: Node) -> None:
+        while node.parent is not None:
+            node.locks -= 1
+            self.protected_pages -= len(node.pages) * (node.locks == 0)
+            node = node.parent
+
+    def evict(self, num_pages: int) -> int:
+        """Free at least `num_pages`, if so many are evictable: whole leaves, so it may be more.
+
+        Returns how many were freed; they are in `free_pages` then.
+        """
+        leaves = [(self._worth(node), id(node), node) for node in self._evictable_leaves()]
+        heapq.heapify(leaves)
+        freed = 0
+        while freed < num_pages and leaves:
+            _, _, node = heapq.heappop(leaves)
+            parent = node.parent
+            assert parent is not None
+            del parent.children[self._key(node.tokens, 0, node.salt)]
+            self.free_pages += node.pages
+            freed += len(node.pages)
+            if parent.parent is not None and not parent.children and not parent.locks:
+                heapq.heappush(leaves, (self._worth(parent), id(parent), parent))
+        self.cached_pages -= freed
+        self.evicted_pages += freed
+        return freed
+
+    # Inside.
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+    def _use(self, node: Node) -> None:
+        node.age = (self._tick(), 0)
+
+    def _key(
+        self, tokens: Sequence[int], place: int, salt: str | None
+    ) -> tuple[str | None, tuple[int, ...]]:
+        return salt, tuple(tokens[place : place + self.page_size])
+
+    def _child(
+        self, node: Node, tokens: Sequence[int], place: int, salt: str | None
+    ) -> Node | None:
+        """The child that begins with the page of tokens at `place`; None if there is none."""
+        if place + self.page_size > len(tokens):
+            return None
+        return node.children.get(self._key(tokens, place, salt))
+
+    def _agreement(self, child: Node, tokens: Sequence[int], place: int) -> int:
+        """How many tokens of the child's edge agree with those from `place` on: whole pages."""
+        size = self.page_size
+        for start in range(0, len(child.tokens), size):
+            if (
+                tuple(tokens[place + start : place + start + size])
+                != child.tokens[start : start + size]
+            ):
+                return start
+        return len(child.tokens)
+
+    def _split(self, node: Node, at: int) -> Node:
+        """Cut an edge after `at` tokens; the new node, which is the upper one."""
+        parent, page = node.parent, at // self.page_size
+        assert parent is not None
+        upper = Node(
+            node.tokens[:at], node.pages[:page], parent, node.salt, node.priority, (self._tick(), 0)
+        )
+        upper.hits, upper.locks = node.hits, node.locks
+        parent.children[self._key(node.tokens, 0, node.salt)] = upper
+        upper.children[self._key(node.tokens, at, node.salt)] = node
+        node.tokens, node.pages, node.parent = node.tokens[at:], node.pages[page:], upper
+        self._use(node)
+        return upper
+
+    def _evictable_leaves(self) -> list[Node]:
+        found, stack = [], list(self.root.children.values())
+        while stack:
+            node = stack.pop()
+            stack += node.children.values()
+            if not node.children and not node.locks:
+                found.append(node)
+        return found
+
+    def _worth(self, node: Node) -> tuple[int, Age]:
+        """The least is evicted first."""
+        first = {"lru": 0, "lfu": node.hits, "priority": node.priority}[self.policy]
+        return first, node.age
