@@ -362,6 +362,22 @@ def show_result(
         report.print_comparison(result, other, subject or [])
 
 
+@app.command("replay")
+def replay_trace(
+    trace: Annotated[Path, typer.Argument(help="JSON lines as Mooncake's, with hash_ids.")],
+    blocks: Annotated[int | None, typer.Option(help="What the cache holds; default: all.")] = None,
+    cache: Annotated[str, typer.Option(help="object-lru, hash or radix.")] = "object-lru",
+) -> None:
+    """Send a trace of requests through a cache, and say how much would have been found."""
+    from kvlab import replay
+    from kvlab.workloads import WorkloadError
+
+    try:
+        replay.show(replay.replay(trace, cache, blocks))
+    except WorkloadError as error:
+        raise SetupError(str(error)) from error
+
+
 @app.command()
 def pages() -> None:
     """Bring the measured figures in README and CONTRIBUTING up to date."""

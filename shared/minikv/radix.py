@@ -32,18 +32,6 @@ Age = tuple[int, int]
 class Node:
     """An edge and the place where it ends: a run of tokens with their pages of KV."""
 
-    __slots__ = (
-        "age",
-        "children",
-        "hits",
-        "locks",
-        "pages",
-        "parent",
-        "priority",
-        "salt",
-        "tokens",
-    )
-
     def __init__(
         self,
         tokens: Sequence[int],
@@ -66,6 +54,12 @@ class Node:
         """Requests that use this node; then they use all above it, too."""
         self.hits = 0
         """How often it was published."""
+        self.queued = False
+        """Whether it stands in the queue of leaves to evict."""
+
+    @property
+    def is_evictable(self) -> bool:
+        return self.parent is not None and not self.children and not self.locks
 
 
 class RadixCache:
@@ -87,6 +81,10 @@ class RadixCache:
         """Forget everything, locks too."""
         self._clock = 0
         self.free_pages = list(range(self.num_pages))
+        # Leaves, the least worth first, each at most once. A use makes a node worth more and leaves
+        # its place here as it is: it is looked at again when it is its turn (`evict`). So neither a
+        # look nor an eviction takes longer when more is cached.
+        self._queue: list[tuple[tuple[int, Age], int, Node]] = []
         self.root = Node((), [], None, None, 0, (0, 0))
         self.cached_pages = 0
         """In the tree, locked or not."""
@@ -149,6 +147,7 @@ class RadixCache:
             leaf.hits = 1
             node.children[self._key(tokens, place, salt)] = leaf
             self.cached_pages += len(new)
+            self._enqueue(leaf)
         return place
 
     def lock(self, node: Node) -> None:
@@ -162,6 +161,7 @@ class RadixCache:
         while node.parent is not None:
             node.locks -= 1
             self.protected_pages -= len(node.pages) * (node.locks == 0)
+            self._enqueue(node)
             node = node.parent
 
     def evict(self, num_pages: int) -> int:
@@ -169,18 +169,19 @@ class RadixCache:
 
         Returns how many were freed; they are in `free_pages` then.
         """
-        leaves = [(self._worth(node), id(node), node) for node in self._evictable_leaves()]
-        heapq.heapify(leaves)
         freed = 0
-        while freed < num_pages and leaves:
-            _, _, node = heapq.heappop(leaves)
+        while freed < num_pages and self._queue:
+            worth, _, node = heapq.heappop(self._queue)
+            node.queued = False
             parent = node.parent
-            assert parent is not None
-            del parent.children[self._key(node.tokens, 0, node.salt)]
-            self.free_pages += node.pages
-            freed += len(node.pages)
-            if parent.parent is not None and not parent.children and not parent.locks:
-                heapq.heappush(leaves, (self._worth(parent), id(parent), parent))
+            if parent is None or self._worth(node) > worth:  # it was used since
+                self._enqueue(node)
+            elif node.is_evictable:
+                del parent.children[self._key(node.tokens, 0, node.salt)]
+                node.parent = None
+                self.free_pages += node.pages
+                freed += len(node.pages)
+                self._enqueue(parent)
         self.cached_pages -= freed
         self.evicted_pages += freed
         return freed
@@ -232,14 +233,10 @@ class RadixCache:
         self._use(node)
         return upper
 
-    def _evictable_leaves(self) -> list[Node]:
-        found, stack = [], list(self.root.children.values())
-        while stack:
-            node = stack.pop()
-            stack += node.children.values()
-            if not node.children and not node.locks:
-                found.append(node)
-        return found
+    def _enqueue(self, node: Node) -> None:
+        if node.is_evictable and not node.queued:
+            node.queued = True
+            heapq.heappush(self._queue, (self._worth(node), id(node), node))
 
     def _worth(self, node: Node) -> tuple[int, Age]:
         """The least is evicted first."""
