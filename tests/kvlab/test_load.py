@@ -247,7 +247,7 @@ def test_200_requests_a_second_leave_on_time(server: Known) -> None:
     assert measure.failures(run) == {}
     late = measure.latency(run, measure.lateness, 99)
     print(f"\n200 requests/s: the client's lateness, P99: {1000 * late.value:.1f} ms")
-    assert measure.latency(run, measure.lateness, 50).value < 0.1  # a busy machine's, too
+    assert measure.latency(run, measure.lateness, 50).value < 0.5  # on a busy machine, too
 
 
 def test_a_slow_server_holds_nobody_up(server: Known) -> None:
