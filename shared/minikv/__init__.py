@@ -12,6 +12,9 @@ Read the files in the order in which a request meets them:
     model.py       what does the model compute for one token, and where does it need the others?
     attention/     how does a query read the keys and values of the tokens before it?
     weights.py     what lies in a model folder, and is it all there?
+
+And without a model: trace.py (what did a step do?), simulate.py (how would these requests fare, if a
+step took so long?).
 """
 
 from minikv.engine import LLM
