@@ -13,8 +13,8 @@ Read the files in the order in which a request meets them:
     attention/     how does a query read the keys and values of the tokens before it?
     weights.py     what lies in a model folder, and is it all there?
 
-And without a model: trace.py (what did a step do?), simulate.py (how would these requests fare, if a
-step took so long?).
+And without a model: trace.py (what did a step do?), simulate.py (how would these requests fare, if
+a step took so long?).
 """
 
 from minikv.engine import LLM
