@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
+import random
 import re
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 
 from engine_help import need, within
+from lab_06_tables import LAB, LINES_4, LINES_7, columns
 
-from kvlab import notebooks
 from kvlab.engines import lmcache, vllm
 from kvlab.engines.lmcache import LMCache
 from kvlab.engines.vllm import VLLM
 from kvlab.exercises import lab_06
 from kvlab.follow import Watch
-from kvlab.paths import ROOT
-from kvlab.systems import MODEL, PROMPT
+from kvlab.systems import MODEL, PROMPT, SECOND_QUESTION
 
-need("vllm")
-
-LAB = notebooks.read(ROOT / "solutions" / "06_the_map.ipynb")
 SOURCE = 'vllm:prompt_tokens_by_source_total{source="%s"}'
 # What a line of a table counts: whether it is the engine's, and the counter's name.
 COUNTERS = {
@@ -36,43 +32,6 @@ COUNTERS = {
     "failed": (False, "lmcache_mp_l2_prefetch_failure_chunks_total"),
     "written": (False, "lmcache_mp_l1_write_chunks_total"),
 }
-LINES_4 = {
-    "local_compute": "computed",
-    "local_cache_hit": "own pool",
-    "external_kv_transfer": "brought",
-    "lookup_requested": "looked up",
-    "hit_l1": "hits in host memory",
-    "hit_l2": "hits in files",
-    "load_submitted": "to load",
-    "load_completed": "loaded",
-}
-LINES_7 = {
-    "vLLM: computed": "computed",
-    "vLLM: own pool": "own pool",
-    "vLLM: brought": "brought",
-    "tokens looked up": "looked up",
-    "hit tokens": "hits",
-    "chunks to load": "to load",
-    "failed to load": "failed",
-    "written to host": "written",
-    "files in its folder": "files",
-}
-
-
-def columns(exercise: str, lines: Mapping[str, str]) -> list[dict[str, int]]:
-    """The columns of an exercise's table, from left to right."""
-    (text,) = [
-        cell.source
-        for cell in LAB.cells
-        if cell.cell_type == "markdown" and f"## {exercise} " in cell.source
-    ]
-    rows = [line[1:-1].split("|") for line in re.findall(r"^\|.*\|$", text, re.MULTILINE)]
-    found: list[dict[str, int]] = [{} for _ in rows[0][1:]]
-    for start, name in lines.items():
-        (row,) = [row for row in rows if start in row[0]]
-        for column, cell in zip(found, row[1:], strict=True):
-            column[name] = int(cell.strip().replace(",", "") or 0)
-    return found
 
 
 class Lived:
@@ -89,10 +48,14 @@ class Lived:
         if host:
             self.cache.clear()
 
-    def ask(self, salt: str | None = None) -> dict[str, int]:
-        self.watch.moved()
-        self.engine.generate(PROMPT, max_tokens=8, ignore_eos=True, cache_salt=salt)
-        moved = {name: int(count) for name, count in self.watch.moved().items()}  # type: ignore[call-overload]
+    def ask(
+        self, salt: str | None = None, prompt: list[int] = PROMPT, max_tokens: int = 8
+    ) -> dict[str, int]:
+        answer = self.engine.generate(
+            prompt, max_tokens=max_tokens, ignore_eos=True, cache_salt=salt
+        )
+        self.answered = answer.token_ids
+        moved = {name: n for name, n in self.watch.moved().items() if isinstance(n, int)}
         return moved | {"files": len(self.files())}
 
     def files(self) -> list[Path]:
@@ -100,10 +63,12 @@ class Lived:
 
 
 def agree(lived: dict[str, int], told: dict[str, int]) -> None:
-    assert {name: lived[name] for name in told} == told
+    assert {name: lived.get(name, 0) for name in told} == told
 
 
 def test_what_the_tables_show_is_what_the_systems_count(tmp_path: Path) -> None:
+    """Column D of 06.4 and set-up E of 06.7 are in test_connectors.py."""
+    need("vllm")
     a, b, c, _, e, f = columns("06.4", LINES_4)
     chunks1, chunks2, well1, well2, empty1, empty2, salted1, salted2 = columns("06.7", LINES_7)
     folder, copy = tmp_path / "l2", tmp_path / "copy"
@@ -140,6 +105,56 @@ def test_what_the_tables_show_is_what_the_systems_count(tmp_path: Path) -> None:
         lived = Lived(engine, cache, copy)
         agree(lived.ask(), chunks1)
         agree(lived.ask(), chunks2)
+
+
+def test_the_pages_of_thirteen_requests_are_those_of_the_systems(tmp_path: Path) -> None:
+    need("vllm")
+    names = lab_06.pages()[-1]  # all that ever moved
+    with (
+        lmcache.start(folder=tmp_path) as cache,
+        vllm.start(MODEL, connector=cache.connector(), max_model_len=4096) as engine,
+    ):
+        lived = Lived(engine, cache, tmp_path)
+
+        def page() -> dict[str, float]:
+            now = engine.metrics() | cache.metrics()
+            return {name: now[name] for name in names if name in now}
+
+        found = [page()]
+
+        def ask(prompt: list[int], *, salt: str | None = None, max_tokens: int = 8) -> list[int]:
+            lived.ask(salt, prompt, max_tokens)
+            found.append(page())
+            return [*prompt, *lived.answered]
+
+        follow_up = ask(PROMPT) + SECOND_QUESTION
+        ask(follow_up)
+        lived.forget(host=False)
+        ask(follow_up)
+        ask(PROMPT, salt="a")
+        ask(PROMPT, salt="a")
+        lived.forget()
+        ask(PROMPT)
+        long = tokens(61, 3073)
+        ask(long)
+        keys = [key.hex() for key in lmcache.chunk_keys(long, 128)]
+        for gap in (23, 12):
+            (file,) = tmp_path.rglob(f"*{keys[gap]}.data")
+            file.unlink()
+            lived.forget()
+            ask(long)
+        ask(long)
+        follow_up = ask(tokens(62, 706), max_tokens=20) + tokens(63, 34)
+        ask(follow_up, max_tokens=20)
+        ask(follow_up, max_tokens=20)
+    # A counter that has not moved may be on a page as 0, or not yet.
+    moved = [{name: n for name, n in page.items() if n} for page in found]
+    assert moved == [{name: n for name, n in page.items() if n} for page in lab_06.pages()]
+
+
+def tokens(seed: int, count: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(10, 250) for _ in range(count)]
 
 
 def test_what_stands_in_for_a_missing_engine_is_what_the_lab_printed() -> None:

@@ -288,8 +288,8 @@ _FLAWS = {
     "pool and brought": "own pool is what vLLM had itself",
 }
 
-# Differences, each from a real run: tokens computed, from the pool, brought; LMCache's tokens
-# looked up, hits in L1, hits in L2; and the cache_salt of the request.
+# Differences, one request after the other in a real run: tokens computed, from the pool, brought;
+# LMCache's tokens looked up, hits in L1, hits in L2; and the cache_salt of the request.
 _EVENTS: tuple[tuple[int, int, int, int, int, int, str], ...] = (
     (401, 0, 0, 384, 0, 0, ""),
     (65, 384, 0, 384, 384, 0, ""),
@@ -300,7 +300,7 @@ _EVENTS: tuple[tuple[int, int, int, int, int, int, str], ...] = (
     (3073, 0, 0, 3072, 0, 0, ""),
     (129, 0, 2944, 3072, 0, 2944, ""),
     (1537, 0, 1536, 3072, 0, 1536, ""),
-    (1, 3072, 0, 3072, 3072, 0, ""),
+    (1, 3072, 0, 3072, 0, 3072, ""),
     (706, 0, 0, 640, 0, 0, ""),
     (56, 704, 0, 640, 640, 0, ""),
     (24, 736, 0, 640, 640, 0, ""),
