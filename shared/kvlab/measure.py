@@ -297,8 +297,9 @@ def counting(engine: Counting) -> Iterator[Counted]:
         return {
             name: value
             for name, value in engine.metrics().items()
-            # Looking is a request by HTTP, too.
-            if re.search(r"_(?:total|sum|count)(?:\{|$)", name) and ":http_" not in name
+            # Looking is a request by HTTP, too; and SGLang counts its CPU's seconds all the time.
+            if re.search(r"(?<!_seconds)_(?:total|sum|count)(?:\{|$)", name)
+            and ":http_" not in name
         }
 
     counted, before = Counted(), counters()
@@ -314,8 +315,7 @@ def settled(read: Callable[[], T], *, rest: float = 1.5, most: float = 30) -> T:
     """A reading of counters that has stayed the same for `rest` seconds.
 
     Systems store behind an answer, and count behind what they do: LMCache some tenths of a second.
-    (SGLang 0.5.23 counts decoded tokens once in 40 steps: those of the last steps may be missing
-    for ever.) Raises EngineError if they have moved for `most` seconds.
+    Raises EngineError if they have moved for `most` seconds.
     """
     now, since = read(), time.monotonic()
     until = since + most

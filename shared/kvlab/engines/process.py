@@ -68,7 +68,7 @@ _PREFIX = re.compile(
     r"^(?:\([^)]*pid=\d+\) )*"  # (EngineCore pid=123)
     r"(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) \S+ \S+ \[[^\]]*\] ?)?"  # ERROR 11-30 05:12:01 [x]
 )
-_HARMLESS = re.compile(r"^.{0,60}\b(?:DEBUG|INFO)\b")
+_HARMLESS = re.compile(r"^(?:\([^)]*\) |\[[^\]]*\] |LMCache )*(?:DEBUG|INFO)\b")
 _ERROR = re.compile(r"^(?:[\w.]+\.)?\w*(?:Error|Exception)\b[^'\"]*?:|\berror: |^Killed|^Aborted")
 _FRAME = re.compile(r'^\s*(?:File "|Traceback \(|~*\^+~*\s*$)')
 

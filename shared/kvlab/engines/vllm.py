@@ -425,13 +425,14 @@ class VLLM(GeneratingServer):
             raise EngineError(f"{self.name} tells no events: start it with kv_events=True.")
         if self._event_line is None:
             raise EngineError(f"{self.name} is stopped. Start it again with restart().")
+        line = self._event_line
         if not 0 <= wait <= 3600:
             raise EngineError(f"wait is a number of seconds, up to an hour, and not {wait}.")
         while True:
             try:
-                if not self._event_line.poll(round(wait * 1000)):
+                if not line.poll(round(wait * 1000)):
                     break
-                _, number, packed = self._event_line.recv_multipart()
+                _, number, packed = line.recv_multipart()
             except zmq.ZMQError as error:  # stop() in another thread has closed it
                 raise EngineError(f"{self.name} was stopped while it was asked.") from error
             _, events, *_ = msgspec.msgpack.decode(packed)
