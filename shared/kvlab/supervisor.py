@@ -20,6 +20,7 @@ Linux only.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import json
 import os
@@ -29,15 +30,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 MARK = "KVLAB_RUN"
 """Environment variable that every process of one run inherits, with the run's name as value."""
 
-_MEMORY = "shared-memory"
-"""File of a run's folder: which shared memory its processes have had so far."""
+_SHM = "/dev/shm"
 _LOOK_SECONDS = 2
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
@@ -137,47 +137,109 @@ def send(process: Process, number: int) -> None:
         os.close(handle)
 
 
-def shared_memory(processes: Iterable[Process]) -> set[str]:
-    """The files in /dev/shm that these processes have mapped.
+File = tuple[int, int]
+"""Device and inode: a name may be used again."""
 
-    They are memory that outlives its processes: whoever is killed cannot remove its own.
-    """
-    mapped = set()
-    for process in processes:
-        try:
-            maps = Path(f"/proc/{process.pid}/maps").read_text(errors="replace")
-        except OSError:  # gone, or another user's
-            continue
-        # Known by its inode (field 5): a semaphore is mapped under a name that it has lost since.
-        mapped |= {line.split()[4] for line in maps.splitlines() if " /dev/shm/" in line}
+
+def _files() -> dict[File, str]:
+    """What lies in /dev/shm now, and under which path."""
+    found = {}
+    with contextlib.suppress(FileNotFoundError):  # there is no such folder
+        for entry in os.scandir(_SHM):
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                stat = entry.stat(follow_symlinks=False)
+                found[stat.st_dev, stat.st_ino] = entry.path
+    return found
+
+
+def _mapped(process: Process) -> Iterator[tuple[str, File]]:
+    """Files of /dev/shm that a process has mapped, each with the mapping's permissions."""
     try:
-        return {entry.path for entry in os.scandir("/dev/shm") if str(entry.inode()) in mapped}
-    except OSError:  # there is none
-        return set()
+        maps = Path(f"/proc/{process.pid}/maps").read_text(errors="replace")
+    except OSError:  # gone, or another user's
+        return
+    for line in maps.splitlines():
+        if f" {_SHM}/" in line:
+            # No name: a semaphore is mapped under one that it has lost since.
+            _, permissions, _, device, inode, *_ = line.split()
+            major, minor = (int(part, 16) for part in device.split(":"))
+            yield permissions, (os.makedev(major, minor), int(inode))
 
 
-def _remove_unused(memory: set[str]) -> None:
-    """Remove those of the files in /dev/shm that no living process has mapped."""
-    for name in memory - shared_memory(stat.process for stat in _all()):
+def _opened(process: Process) -> Iterator[File]:
+    """Files of /dev/shm that a process has open, mapped or not."""
+    folder = f"/proc/{process.pid}/fd"
+    try:
+        links = [f"{folder}/{name}" for name in os.listdir(folder)]
+    except OSError:  # gone, or another user's
+        return
+    for link in links:
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if os.readlink(link).startswith(f"{_SHM}/"):
+                stat = os.stat(link)
+                yield stat.st_dev, stat.st_ino
+
+
+class Memory:
+    """What the processes of a run have made in /dev/shm.
+
+    It outlives its processes: whoever is killed cannot remove its own. The run's folder keeps the
+    notes, for the supervisor may be killed as well. Without notes nothing counts as theirs.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._notes = folder / "shared-memory"
         try:
-            os.unlink(name)
-        except OSError:  # its owner has removed it, or it is another user's
-            pass
+            before, made = json.loads(self._notes.read_text())
+        except (OSError, ValueError):  # at the start
+            before, made = _files(), []
+        self._before: set[File] = {(device, inode) for device, inode in before}
+        """What was there before the run, and so is not its own."""
+        self._made: set[File] = {(device, inode) for device, inode in made}
+
+    def note(self) -> None:
+        with contextlib.suppress(OSError):  # a full disk, say
+            self._notes.write_text(json.dumps([list(self._before), list(self._made)]))
+
+    def look(self, processes: Iterable[Process]) -> None:
+        """Note what these have now: what they can write and share. What a process only reads
+        somebody else has made."""
+        found = {
+            file
+            for process in processes
+            for permissions, file in _mapped(process)
+            if "w" in permissions and "s" in permissions
+        }
+        if new := found - self._before - self._made:
+            self._made |= new
+            self.note()
+
+    def remove(self) -> None:
+        """Remove it, but for what a living process still has mapped or open."""
+        left = {file: path for file, path in _files().items() if file in self._made}
+        if not left:
+            return
+        for stat in _all():
+            for file in [*(file for _, file in _mapped(stat.process)), *_opened(stat.process)]:
+                left.pop(file, None)
+        for path in left.values():
+            with contextlib.suppress(OSError):  # its owner has removed it meanwhile
+                os.unlink(path)
 
 
 def end(
     find: Callable[[], Iterable[Process]],
     gone: Callable[[float], bool],
     grace: float,
-    memory: Iterable[str] = (),
+    memory: Memory,
 ) -> bool:
     """End processes: SIGTERM, up to `grace` seconds, then SIGKILL until none is left.
 
     `find` lists those that live now; `gone(seconds)` waits up to that long and says whether none
-    is left; `memory` names files in /dev/shm that were theirs. Returns False if some outlive five
+    is left; `memory` knows what they have made in /dev/shm. Returns False if some outlive five
     seconds of SIGKILL (stuck in the kernel).
     """
-    memory = shared_memory(find()).union(memory)
+    memory.look(find())
     for process in find():
         send(process, signal.SIGTERM)
         # A stopped process acts on SIGTERM only when it goes on.
@@ -189,7 +251,7 @@ def end(
         for process in find():
             send(process, signal.SIGKILL)
         ended = gone(0.2)
-    _remove_unused(memory)
+    memory.remove()
     return ended
 
 
@@ -197,10 +259,6 @@ def end_marked(folder: Path, grace: float) -> bool:
     """End all processes of a run, by its folder, without their supervisor. Returns whether none is
     left."""
     run = folder.name
-    try:
-        memory = (folder / _MEMORY).read_text().splitlines()
-    except OSError:
-        memory = []
 
     def gone(seconds: float) -> bool:
         deadline = time.monotonic() + seconds
@@ -210,7 +268,7 @@ def end_marked(folder: Path, grace: float) -> bool:
             time.sleep(0.05)
         return True
 
-    return end(lambda: marked(run), gone, grace, memory)
+    return end(lambda: marked(run), gone, grace, Memory(folder))
 
 
 def _prctl(option: int, value: int) -> None:
@@ -273,12 +331,11 @@ class _Children:
         return True
 
 
-def _watch(children: _Children, pipe: int, memory: set[str], folder: Path) -> str:
+def _watch(children: _Children, pipe: int, memory: Memory) -> str:
     """Wait until the tree has to end; returns why, for the log.
 
-    Every few seconds it notes in `memory` which shared memory the tree has: should all of its
-    processes be killed at once, nobody could be asked any more; and should this one be killed with
-    them, the run's folder still has the names.
+    Every few seconds it looks which shared memory the tree has: should all of its processes be
+    killed at once, nobody could be asked any more.
     """
     poll = select.poll()
     poll.register(children.signals, select.POLLIN)
@@ -300,12 +357,7 @@ def _watch(children: _Children, pipe: int, memory: set[str], folder: Path) -> st
             return "the engine's main process ended"
         if children.stop_asked:
             return "a signal asked for it"
-        if new := shared_memory(descendants(os.getpid())) - memory:
-            memory |= new
-            try:
-                (folder / _MEMORY).write_text("\n".join(sorted(memory)))
-            except OSError:
-                pass  # a full disk, say
+        memory.look(descendants(os.getpid()))
         for fd, _ in poll.poll(_LOOK_SECONDS * 1000):
             if fd == pipe and not os.read(pipe, 1):
                 return "its starter closed the pipe or is gone"
@@ -348,6 +400,8 @@ def main() -> NoReturn:
         if os.getppid() != me:
             os._exit(1)
 
+    memory = Memory(Path(options.folder))
+    memory.note()
     log = os.open(options.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     report: dict[str, object]
     try:
@@ -379,9 +433,8 @@ def main() -> NoReturn:
     for fd in (1, 2):
         os.dup2(log, fd)
 
-    memory: set[str] = set()
     try:
-        reason = _watch(children, options.pipe, memory, Path(options.folder))
+        reason = _watch(children, options.pipe, memory)
     except OSError as error:  # no file descriptor is left, say
         reason = f"the supervisor failed: {error}"
     _say(f"ending the engine's processes: {reason}")

@@ -7,7 +7,7 @@
 
 Words: "sane" for a tree in which every process heeds SIGTERM; "mute" for an engine that never
 listens; "late" for one that listens after 2.5 seconds; "wrong" for one that says why it ends;
-"memory" for a tree that shares memory.
+"memory" for a tree that shares memory, "memory=FILE" for one that shares a file that is there.
 """
 
 from __future__ import annotations
@@ -101,9 +101,12 @@ def tree(port: int, words: list[str]) -> None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         wait()
 
-    if "memory" in words:
+    for word in (word for word in words if word.startswith("memory")):
         segment = Path(f"/dev/shm/psm_stand_in_{os.getpid()}")
-        segment.write_bytes(bytes(4096))
+        if "=" in word:
+            segment = Path(word.partition("=")[2])
+        else:
+            segment.write_bytes(bytes(4096))
         with segment.open("r+b") as file:
             held = mmap.mmap(file.fileno(), 0)
         held[0] = 1

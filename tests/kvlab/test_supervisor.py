@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _multiprocessing
 import contextlib
 import gc
 import http.server
@@ -292,7 +293,9 @@ def interrupted(*_: object) -> None:
 def test_stopped_by_another_thread_before_there_was_anything_to_stop() -> None:
     class StoppedAtOnce(StandIn):
         def _check_room(self) -> None:
-            threading.Thread(target=self.stop).run()
+            other = threading.Thread(target=self.stop)
+            other.start()
+            other.join()
 
     engine = StoppedAtOnce()
     with pytest.raises(EngineError, match="was stopped while it started"):
@@ -522,35 +525,86 @@ def test_a_pid_that_was_used_again_is_not_ended() -> None:
     supervisor.send(now, signal.SIGKILL)  # gone: nothing happens
 
 
-@pytest.mark.parametrize(
-    ("ends", "memory"),
-    [("stop", "own"), ("kill", "own"), ("kill", "ours"), ("kill all", "own")],
-)
-def test_shared_memory_does_not_outlive_its_engine(ends: str, memory: str) -> None:
-    """A process that is killed cannot remove what it has in /dev/shm; what others use stays."""
+@pytest.fixture
+def segment() -> Iterator[Path]:
+    """A file in /dev/shm, of 4096 bytes."""
+    place = Path(f"/dev/shm/kvlab-test-{os.getpid()}")
+    place.write_bytes(bytes(4096))
+    yield place
+    place.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("ends", ["stop", "kill", "kill all"])
+def test_shared_memory_does_not_outlive_its_engine(ends: str) -> None:
+    """A process that is killed cannot remove what it has in /dev/shm."""
     with StandIn("memory") as engine:
         facts = engine.start().facts()
         (name,) = Path(str(facts["folder"])).glob("psm_*")
-        segment = Path("/dev/shm") / name.name
-        semaphore = Path("/dev/shm") / f"sem.stand-in-{facts['engine']}"
-        assert semaphore.exists()
-        with contextlib.ExitStack() as stack:
-            if memory == "ours":
-                file = stack.enter_context(segment.open("rb"))
-                stack.enter_context(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
-            time.sleep(2 * supervisor._LOOK_SECONDS)
-            if ends == "kill all":  # nobody is left who knows: the run's folder has the names
-                os.kill(facts["supervisor"], signal.SIGKILL)
-            if ends != "stop":
-                for pid in facts["tree"]:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-            if ends == "kill":
-                within(10, lambda: not Path(facts["folder"]).exists())
-            engine.stop()
-            assert segment.exists() == (memory == "ours")
-            assert not semaphore.exists()
-        segment.unlink(missing_ok=True)
+        made = [Path("/dev/shm") / name.name, Path(f"/dev/shm/sem.stand-in-{facts['engine']}")]
+        assert all(path.exists() for path in made)
+        time.sleep(2 * supervisor._LOOK_SECONDS)
+        if ends == "kill all":  # nobody is left who knows: the run's folder has the notes
+            os.kill(facts["supervisor"], signal.SIGKILL)
+        if ends != "stop":
+            for pid in facts["tree"]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        if ends == "kill":
+            within(10, lambda: not Path(facts["folder"]).exists())
+        engine.stop()
+        assert not any(path.exists() for path in made)
+
+
+@pytest.mark.parametrize("ends", ["stop", "kill"])
+def test_shared_memory_that_was_there_before_the_engine_stays(ends: str, segment: Path) -> None:
+    with StandIn(f"memory={segment}") as engine:
+        facts = engine.start().facts()
+        if ends == "kill":
+            os.kill(facts["supervisor"], signal.SIGKILL)
+        engine.stop()
+        assert segment.exists()
+        assert not Path(f"/dev/shm/sem.stand-in-{facts['engine']}").exists()
+
+
+def test_of_shared_memory_only_what_a_run_alone_has_is_removed(tmp_path: Path) -> None:
+    me = supervisor.identify(os.getpid())
+    assert me is not None
+    memory = supervisor.Memory(tmp_path)
+    memory.note()
+
+    with contextlib.ExitStack() as stack:
+
+        def made(access: int = mmap.ACCESS_WRITE) -> Path:
+            """A file that this process had mapped while it was looked at."""
+            place = Path(f"/dev/shm/kvlab-test-{os.urandom(4).hex()}")
+            place.write_bytes(bytes(4096))
+            stack.callback(place.unlink, missing_ok=True)
+            with place.open("r+b") as file, mmap.mmap(file.fileno(), 0, access=access):
+                memory.look([me])
+            return place
+
+        own, read, again, still_open = made(), made(mmap.ACCESS_READ), made(), made()
+        first = again.stat().st_ino
+        again.unlink()
+        again.write_text("another program's")
+        assert again.stat().st_ino != first
+        stack.enter_context(still_open.open())
+        # Mapped, and open no more.
+        lock = _multiprocessing.SemLock(1, 1, 1, f"/kvlab-test-{os.getpid()}", False)
+        still_mapped = Path(f"/dev/shm/sem.kvlab-test-{os.getpid()}")
+        stack.callback(still_mapped.unlink, missing_ok=True)
+        memory.look([me])
+
+        memory = supervisor.Memory(tmp_path)  # from its notes
+        memory.remove()
+        assert not own.exists()
+        assert read.exists()
+        assert again.exists()
+        assert still_open.exists()
+        assert still_mapped.exists()
+        del lock
+        memory.remove()
+        assert not still_mapped.exists()
 
 
 NOTEBOOK = f"""
