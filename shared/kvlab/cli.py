@@ -169,7 +169,9 @@ def running() -> None:
     for heading in ("system", "memory", "started by", "log"):
         table.add_column(heading, overflow="fold")
     for one in process.running():
-        table.add_row(one.name, f"{one.bytes / 2**30:.1f} GiB", one.starter, str(one.log))
+        table.add_row(
+            one.name, f"{one.bytes / 2**30:.1f} GiB", one.starter, str(one.log or "was removed")
+        )
     Console().print(table if table.row_count else "None runs.")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _multiprocessing
 import contextlib
+import errno
 import gc
 import http.server
 import json
@@ -151,12 +152,71 @@ def test_a_scratch_folder_goes_with_its_process() -> None:
     assert not folder.parent.exists()
 
 
-def test_what_runs_is_listed_with_who_started_it() -> None:
+def test_a_scratch_that_cannot_be_made_leaves_nothing(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    descriptors = set(os.listdir("/proc/self/fd"))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    make = Path.mkdir
+
+    def refuse_files(path: Path, *rest: Any, **more: Any) -> None:
+        (refuse if path.name == "files" else make)(path, *rest, **more)
+
+    for place, name, instead in ((Path, "mkdir", refuse_files), (process.fcntl, "flock", refuse)):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, instead)
+            with pytest.raises(OSError, match="No space left"):
+                process.Scratch()
+        assert list((own_cache / "tmp").iterdir()) == []
+    assert set(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_what_is_not_of_a_run_is_left_alone(own_cache: Path) -> None:
+    """Stray files and folders in tmp and logs are in nobody's way."""
+    for folder in ("tmp", "logs"):
+        paths.make_cache(folder)
+        for name in ("abc", "0123abcd", "x-0123abcd.log", ".0123abce"):
+            (own_cache / folder / name).write_text("somebody's")
+        (own_cache / folder / "a folder-0123abcf.log").mkdir()
+    before = set(own_cache.rglob("*"))
+    assert process.sweep() == []
+    assert process.running() == []
+    with StandIn("sane") as engine:
+        engine.start()
+        assert [one.name for one in process.running()] == ["stand-in"]
+    assert set(own_cache.rglob("*")) - {engine.log} == before
+
+
+def test_a_folder_whose_maker_was_killed_before_it_had_its_name_is_swept(own_cache: Path) -> None:
+    new, old = own_cache / "tmp" / ".0123abcd", own_cache / "tmp" / ".0123abce"
+    for folder in (paths.make_cache("tmp") / new.name, own_cache / "tmp" / old.name):
+        folder.mkdir()
+        (folder / "lock").touch()
+    os.utime(old, (0, 0))
+    assert process.sweep() == [old.name]
+    assert new.exists()
+    assert not old.exists()
+
+
+def test_what_runs_is_listed_with_who_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with starter("start") as (program, facts):
         (one,) = process.running()
+        assert one.name == "stand-in"
         assert one.starter.startswith(f"{program.pid} ")
         assert one.bytes > 1 << 20
+        assert one.log is not None
         assert one.log.stem.endswith(Path(facts["folder"]).name)
+        # Its log was removed, and a child has ended since its processes were listed.
+        one.log.unlink()
+        there = supervisor.marked
+        ended = supervisor.Process(1 << 30, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(supervisor, "marked", lambda run: [ended, *there(run)])
+            (again,) = process.running()
+        assert again == one._replace(log=None, bytes=again.bytes)
     assert within(10, lambda: process.running() == [])
 
 
@@ -301,6 +361,51 @@ def test_stopped_by_another_thread_before_there_was_anything_to_stop() -> None:
     with pytest.raises(EngineError, match="was stopped while it started"):
         engine.start()
     assert not engine.is_alive
+
+
+def test_stopped_by_another_thread_between_the_first_try_and_the_second() -> None:
+    class Unlucky(StandIn):
+        def _start_once(self, stops: int) -> None:
+            tries.append(stops)
+            if len(tries) == 1:
+                other = threading.Thread(target=self.stop)
+                other.start()
+                other.join()
+                raise process._PortTaken("A port was taken.")
+            super()._start_once(stops)
+
+    tries: list[int] = []
+    engine = Unlucky()
+    with pytest.raises(EngineError, match="was stopped while it started"):
+        engine.start()
+    assert len(tries) == 2
+    assert not engine.is_alive
+    assert list((paths.cache() / "tmp").iterdir()) == []
+    assert engine.start().is_alive
+    engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("number", "cure"),
+    [(errno.ENOSPC, "Free some room"), (errno.EMFILE, "The operating system refused that")],
+)
+@pytest.mark.parametrize("tries", [1, 2])
+def test_what_the_operating_system_refuses_is_told_with_a_cure(
+    number: int, cure: str, tries: int
+) -> None:
+    class Refused(StandIn):
+        def _variables(self, folder: Path) -> dict[str, str]:
+            tried.append(folder)
+            if len(tried) < tries:
+                raise process._PortTaken("A port was taken.")
+            raise OSError(number, os.strerror(number))
+
+    tried: list[Path] = []
+    with pytest.raises(EngineError, match=cure) as error:
+        Refused().start()
+    assert os.strerror(number) in str(error.value)
+    assert ("room" in str(error.value)) == (number == errno.ENOSPC)
+    assert list((paths.cache() / "tmp").iterdir()) == []
 
 
 def test_a_log_that_cannot_be_written_keeps_nothing_from_ending(tmp_path: Path) -> None:

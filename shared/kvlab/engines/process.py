@@ -11,6 +11,7 @@ and its environment.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -122,20 +123,24 @@ def _temp_root() -> Path:
     return short
 
 
-def _new_folder() -> tuple[Path, int]:
-    """A run's temporary folder, and a descriptor that holds its lock while it is open."""
+def _new_folder(holder: str) -> tuple[Path, int]:
+    """A run's temporary folder, and a descriptor that holds its lock while it is open.
+
+    holder: whose it is, for whoever meets the lock.
+    """
     root = _temp_root()
     run = secrets.token_hex(4)
     # Locked before it has its name, so that sweep() never sees it unlocked.
     new = root / f".{run}"
     new.mkdir(mode=0o700)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, new, ignore_errors=True)
         lock = os.open(new / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)  # NFS locks no folders
-    except OSError:
-        new.rmdir()
-        raise
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    new.rename(root / run)
+        stack.callback(os.close, lock)
+        os.write(lock, holder.encode())
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        new.rename(root / run)
+        stack.pop_all()
     return root / run, lock
 
 
@@ -147,10 +152,14 @@ class Scratch:
     """
 
     def __init__(self) -> None:
-        folder, lock = _new_folder()
-        self.path = folder / "files"
-        self.path.mkdir()
+        folder, lock = _new_folder(f"process {os.getpid()}")
         self._remove = weakref.finalize(self, _discard, folder, lock, os.getpid())
+        self.path = folder / "files"
+        try:
+            self.path.mkdir()
+        except BaseException:
+            self.remove()
+            raise
 
     def remove(self) -> None:
         self._remove()
@@ -169,25 +178,45 @@ def _discard(folder: Path, lock: int, owner: int) -> None:
 
 
 def sweep() -> list[str]:
-    """End and remove runs whose supervisor was killed; returns their names.
+    """End and remove runs whose supervisor was killed; returns the names of their folders.
 
     A supervisor holds its folder's lock for as long as it lives (a Scratch for as long as its
     process does), so a folder that can be locked has lost its own. Every start calls this first.
     """
     swept = []
-    for folder in _temp_root().glob("[0-9a-f]*"):
+    for folder in _folders():
         with contextlib.ExitStack() as stack:
-            # One without its lock is about to be removed by its supervisor, or was to be.
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 lock = stack.enter_context((folder / _LOCK).open("r+"))
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    continue  # its supervisor lives
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except FileNotFoundError:
+                pass  # about to be removed by its supervisor, or was to be
+            except OSError:
+                continue  # its supervisor lives; or it is not ours to lock
+            if folder.name.startswith(".") and _age(folder) < _MAKING_SECONDS:
+                continue  # it is about to be locked and get its name
             supervisor.end_marked(folder, System.grace)
             shutil.rmtree(folder, ignore_errors=True)
             swept.append(folder.name)
     return swept
+
+
+_MAKING_SECONDS = 60
+
+
+def _folders() -> list[Path]:
+    """The folders of all runs, and hidden ones that have not got their name yet."""
+    names = re.compile(r"\.?[0-9a-f]{8}")
+    root = _temp_root()
+    return [place for place in root.iterdir() if names.fullmatch(place.name) and place.is_dir()]
+
+
+def _age(place: Path) -> float:
+    """Seconds since it was changed; 0 if it is gone."""
+    try:
+        return time.time() - place.stat().st_mtime
+    except FileNotFoundError:
+        return 0
 
 
 class Running(NamedTuple):
@@ -198,36 +227,44 @@ class Running(NamedTuple):
     """Resident memory of its processes; what they share counts in each."""
     starter: str
     """Process id and command of who started it, and whose end would end it."""
-    log: Path
+    log: Path | None
+    """None if it was removed."""
 
 
 def running() -> list[Running]:
     """The systems that run now, the largest first."""
-    found = []
-    for log in paths.make_cache("logs").glob(_LOGS):
-        name, _, _, run = log.stem.rsplit("-", 3)
-        pids = {process.pid for process in supervisor.marked(run)}
-        with contextlib.suppress(psutil.Error):  # it is ending
-            processes = [psutil.Process(pid) for pid in pids]
-            size = sum(process.memory_info().rss for process in processes)
-            parents = [process.parent() for process in processes]
-            starters = [parent for parent in parents if parent and parent.pid not in pids]
-            if starters:
-                told = f"{starters[0].pid} {' '.join(starters[0].cmdline())}"
-                found.append(Running(name, size, told, log))
+    found, logs = [], paths.make_cache("logs")
+    for folder in _folders():
+        pids = {process.pid for process in supervisor.marked(folder.name)}
+        size, starter = 0, "its starter has ended"
+        for pid in pids:
+            with contextlib.suppress(psutil.Error):  # this one has just ended
+                process = psutil.Process(pid)
+                size += process.memory_info().rss
+                parent = process.parent()
+                if parent and parent.pid not in pids:
+                    starter = f"{parent.pid} {' '.join(parent.cmdline())}"
+        if size:  # else a Scratch, or one that has just ended
+            with contextlib.suppress(FileNotFoundError):
+                name = (folder / _LOCK).read_text()
+                log = next(logs.glob(f"*-{folder.name}.log"), None)
+                found.append(Running(name, size, starter, log))
     return sorted(found, key=lambda one: -one.bytes)
 
 
-_LOGS = f"*-{'[0-9a-f]' * 8}.log"
+_LOG = re.compile(r".*-([0-9a-f]{8})\.log")
 
 
 def _new_log(name: str, run: str) -> Path:
     folder = paths.make_cache("logs")
     # One whose run still has its folder is of an engine that lives.
-    running = {place.name for place in _temp_root().iterdir()}
-    done = [log for log in folder.glob(_LOGS) if log.stem.rpartition("-")[2] not in running]
-    logs = sorted(done, key=lambda log: log.stat().st_mtime)
-    for old in logs[: 1 - _KEPT_LOGS]:
+    running = {place.name for place in _folders()}
+    done = []
+    for log in folder.iterdir():
+        named = _LOG.fullmatch(log.name)
+        if named and named[1] not in running and log.is_file():
+            done.append((_age(log), log))
+    for _, old in sorted(done)[_KEPT_LOGS - 1 :]:
         old.unlink(missing_ok=True)
     log = folder / f"{name.replace(' ', '-')}-{time.strftime('%Y%m%d-%H%M%S')}-{run}.log"
     log.touch(mode=0o600)
@@ -426,28 +463,33 @@ class System:
         return self
 
     def _start(self) -> None:
-        self.stop()  # what may be left of one that died
         stops = self._stops
-        sweep()
-        self._check_room()
-        if self._wanted_port is not None and not _port_is_free(self._wanted_port):
-            raise EngineError(
-                f"Port {self._wanted_port} is in use by another program. Give {self.name} "
-                f"another one, or leave out port= and a free one is chosen."
-            )
+        self._end()  # what may be left of one that died
         try:
-            self._start_once(stops)
-        except _PortTaken as taken:
-            # Between choosing a port and binding it somebody else took it.
-            if self._wanted_port is not None:
-                raise EngineError(str(taken), taken.log) from None
-            self.ports = {}
-            self._start_once(self._stops)
+            sweep()
+            self._check_room()
+            if self._wanted_port is not None and not _port_is_free(self._wanted_port):
+                raise EngineError(
+                    f"Port {self._wanted_port} is in use by another program. Give {self.name} "
+                    f"another one, or leave out port= and a free one is chosen."
+                )
+            try:
+                self._start_once(stops)
+            except _PortTaken as taken:
+                # Between choosing a port and binding it somebody else took it.
+                if self._wanted_port is not None:
+                    raise EngineError(str(taken), taken.log) from None
+                self.ports = {}
+                self._start_once(stops)
         except OSError as error:
-            raise EngineError(
-                f"{self.name} could not be started: {error}. Free some room, or set KVLAB_CACHE to "
-                f"a folder that you may write to, on a disk with room."
-            ) from error
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                cure = "Free some room, or set KVLAB_CACHE to a folder on a disk with room."
+            else:
+                cure = (
+                    "The operating system refused that. If it names a place, set KVLAB_CACHE to a "
+                    "folder that you may write to."
+                )
+            raise EngineError(f"{self.name} could not be started: {error}. {cure}") from error
 
     def _start_once(self, stops: int) -> None:
         """Start it, if stop() was not called since it had been called so often."""
@@ -456,7 +498,7 @@ class System:
             self.ports = dict(zip(self._port_names, numbers, strict=True))
             if self._wanted_port is not None:
                 self.ports[self._port_names[0]] = self._wanted_port
-        folder, lock = _new_folder()
+        folder, lock = _new_folder(self.name)
         try:
             command = self._command()
             environment = self._variables(folder)
@@ -475,7 +517,7 @@ class System:
                 self._wait(run, line)
             run.quiet = run.log.stat().st_size
         except BaseException:  # KeyboardInterrupt is one
-            self.stop()
+            self._end()
             raise
 
     def _wait(self, run: Supervised, line: Line) -> None:
@@ -511,6 +553,10 @@ class System:
     def stop(self) -> None:
         """End its processes and remove its temporary folder; its log stays."""
         self._stops += 1
+        self._end()
+
+    def _end(self) -> None:
+        """The same, where nobody has asked for it."""
         self._disconnect()
         if self._run is not None:
             self._run.end()
@@ -580,7 +626,7 @@ class System:
     def _ended(self, when: str) -> EngineError:
         """The error for a system whose main process is gone; cleans up after it."""
         run = self._begun
-        self.stop()
+        self._end()
         run.end()  # the stop() may be another thread's, and not yet be done
         if not run.died:
             return EngineError(f"{self.name} was stopped while it was asked.", run.log)
