@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 import blake3
 
+from kvlab.engines import room
 from kvlab.engines.process import Supervised
 from kvlab.engines.server import Server
 from kvlab.engines.vllm import Connector
@@ -89,6 +90,7 @@ class LMCache(Server):
     ) -> None:
         super().__init__(f"with {memory_bytes >> 20} MiB", port=port, deadline=deadline)
         self.chunk_size = chunk_size
+        self._memory_bytes = memory_bytes
         self.folder = folder
         self._flags = [
             *("--chunk-size", str(chunk_size)),
@@ -98,6 +100,9 @@ class LMCache(Server):
         if folder is not None:
             adapter = {"type": "fs", "base_path": str(Path(folder).expanduser().absolute())}
             self._flags += ["--l2-adapter", json.dumps(adapter)]
+
+    def _check_room(self) -> None:
+        room.check(self.name, {"L1": self._memory_bytes}, "give a smaller memory_bytes")
 
     def _command(self) -> list[str]:
         return [

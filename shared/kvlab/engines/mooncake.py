@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from kvlab.engines import room
 from kvlab.engines.process import Supervised
 from kvlab.engines.protocol import EngineError
 from kvlab.engines.server import Server
@@ -159,6 +160,7 @@ class Store(Worker):
 
     def _check_room(self) -> None:
         self._master.need()  # setup would try for a minute and a half
+        room.check(self.name, self._bytes, "give a smaller segment_bytes")
 
     def _begin(self) -> None:
         """Join the store."""

@@ -283,13 +283,16 @@ class SGLang(Native):
     def _check_room(self) -> None:
         if self._hicache is not None and self._hicache.master is not None:
             self._hicache.master.need()
+        parts = {}
         if self.device == "cpu":
             static = self._weights + self._kv_bytes
             spare = max(_OVERHEAD, round(static / _STATIC) - static)
             parts = {"weights": self._weights, "KV pool": self._kv_bytes, "besides": spare}
-            if self._hicache is not None:
-                parts["host tier"] = round(self._kv_bytes * self._hicache.ratio)
-            room.check(self.name, parts, "give a smaller max_total_tokens or a smaller model")
+        if self._hicache is not None:
+            parts["host tier"] = round(self._kv_bytes * self._hicache.ratio)
+            if self._hicache.master is not None:
+                parts["lent to the store"] = self._hicache.segment_bytes
+        room.check(self.name, parts, "give a smaller max_total_tokens or a smaller model")
 
     def _command(self) -> list[str]:
         ports = []

@@ -126,6 +126,8 @@ class Connector:
     """Makes files of the run's folder, which is where vLLM is started: their text, by name."""
     ports: tuple[str, ...] = ()
     """Environment variables that name a port: each start gets free ones."""
+    memory_bytes: int = 0
+    """Of main memory that vLLM's process fills for it or lends."""
 
 
 # What vLLM's error lines mean.
@@ -242,10 +244,13 @@ class VLLM(GeneratingServer):
     def _check_room(self) -> None:
         if self._connector is not None and self._connector.server is not None:
             self._connector.server.need()
+        parts, cure = {}, "give its connector less memory"
         if self.device == "cpu":
             parts = {"weights": self._weights, "KV cache": self._kv_bytes, _PROCESSES: _OVERHEAD}
             cure = "give a smaller kv_cache_memory_bytes or a smaller model"
-            room.check(self.name, parts, cure)
+        if self._connector is not None and self._connector.memory_bytes:
+            parts["connector"] = self._connector.memory_bytes
+        room.check(self.name, parts, cure)
 
     def _command(self) -> list[str]:
         return [

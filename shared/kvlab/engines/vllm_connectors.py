@@ -47,7 +47,8 @@ def to_host(memory_bytes: int) -> Connector:
             "kv_connector": "OffloadingConnector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": extra,
-        }
+        },
+        memory_bytes=memory_bytes,
     )
 
 
@@ -76,12 +77,14 @@ def to_mooncake(master: Master, *, segment_bytes: int = 0) -> Connector:
     Transfer Engine listens on all interfaces (`kvlab.engines.transfer_engine`).
     """
 
+    buffer_bytes = 64 << 20
+
     def config() -> dict[str, str]:
         told = {
             "metadata_server": "P2PHANDSHAKE",
             "master_server_address": master.address,
             "global_segment_size": segment_bytes,
-            "local_buffer_size": 64 << 20,
+            "local_buffer_size": buffer_bytes,
             "protocol": "tcp",
             "device_name": "",
             "mode": "embedded" if segment_bytes else "standalone-store",
@@ -93,6 +96,7 @@ def to_mooncake(master: Master, *, segment_bytes: int = 0) -> Connector:
         server=master,
         variables={"MOONCAKE_CONFIG_PATH": "mooncake.json"},
         files=config,
+        memory_bytes=segment_bytes + buffer_bytes,
     )
 
 
