@@ -77,15 +77,15 @@ def talk(engine: Engine, watch: Watch, path: PathPicture) -> Seen:
     return systems.counted(answers)
 
 
-def live(name: str, look: Callable[[], Seen], *, gib: float = 3) -> Seen:
+def live(name: str, look: Callable[[], Seen], *, gb: float = 3) -> Seen:
     """What `look` saw of a system; where this machine cannot run it, what results/systems.json
     has of it, with "recorded" set, and lines that say so.
 
-    gib: how much memory has to be free.
+    gb: how many GB of memory have to be free, each 1e9 bytes.
     """
     try:
-        if memory.available() < gib * 2**30:
-            reason = f"it wants {gib:g} GiB of free memory"
+        if memory.available() < gb * 1e9:
+            reason = f"it wants {gb:g} GB of free memory"
         else:
             return look()
     except environments.EnvironmentMissing as missing:

@@ -123,9 +123,9 @@ def test_what_is_missing_is_filled_in_and_marked(capsys, monkeypatch):
     assert recorded["version"] in printed
     assert seen == {**recorded["seen"], "recorded": True}
     monkeypatch.setattr(follow.memory, "available", lambda: 1 << 30)
-    assert follow.live("HiCache", lambda: {"first": 1}, gib=3)["recorded"]
-    assert "it wants 3 GiB of free memory" in capsys.readouterr().out
-    assert follow.live("HiCache", lambda: {"first": 1}, gib=1) == {"first": 1}
+    assert follow.live("HiCache", lambda: {"first": 1}, gb=3)["recorded"]
+    assert "it wants 3 GB of free memory" in capsys.readouterr().out
+    assert follow.live("HiCache", lambda: {"first": 1}, gb=1) == {"first": 1}
 
 
 def test_the_table_holds_for_what_was_recorded_alone():
