@@ -29,7 +29,11 @@ class Finding(NamedTuple):
     found: str
     verdict: str
     """what this means, or what is missing and what to do"""
-    ok: bool
+    ok: bool | None
+    """None: not there, and wanted by some chapters only."""
+
+
+_MARKS = {True: "ok", False: "NO", None: "-"}
 
 
 def chromium() -> Path | None:
@@ -125,7 +129,7 @@ def _optional(name: str, module: str, deep: bool) -> Finding:
     _, disk = environments.SIZES[name, environments.device()]
     install = f".venv/bin/kvlab engines install {name}"
     how = f"Chapters that want it say so: {install} ({disk} GB on disk)."
-    return Finding("not installed", how, True)
+    return Finding("not installed", how, None)
 
 
 def _model(deep: bool) -> Finding:
@@ -178,7 +182,7 @@ def report(deep: bool = False) -> None:
     found = findings(deep)
     if importlib.util.find_spec("rich") is None:
         for part, row in found.items():
-            print(f"{'ok' if row.ok else 'NO':3}{part}: {row.found}\n     {row.verdict}")
+            print(f"{_MARKS[row.ok]:3}{part}: {row.found}\n     {row.verdict}")
         return
     from rich.console import Console
     from rich.table import Table
@@ -188,7 +192,7 @@ def report(deep: bool = False) -> None:
     for heading in ("", "part", "found", "so"):
         table.add_column(heading, overflow="fold")
     for part, row in found.items():
-        mark = Text("yes", "green") if row.ok else Text("no", "red")
+        mark = Text(_MARKS[row.ok], {True: "green", False: "red", None: "dim"}[row.ok])
         table.add_row(mark, part, Text(row.found), Text(row.verdict))
     Console().print(table)
 

@@ -1,12 +1,13 @@
 """The doctor answers on any machine: before the set-up, with damage, with a bad setting."""
 
+import json
 import os
 import subprocess
 import sys
 
 import pytest
 
-from kvlab import doctor, environments, models
+from kvlab import doctor, environments, models, systems
 from kvlab.paths import ROOT
 
 
@@ -40,6 +41,38 @@ def test_a_gpu_that_cannot_be_used_says_why(monkeypatch):
     assert not row.ok
     assert "compute capability 6.0" in row.verdict
     assert "cpu builds" in row.verdict
+
+
+def test_what_is_not_installed_is_not_marked_as_if_it_were(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("KVLAB_CACHE", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "300")
+    doctor.report()
+    lines = capsys.readouterr().out.splitlines()
+    rows = [[cell.strip() for cell in line.split("│")] for line in lines]
+    marks = {row[2]: row[1] for row in rows if len(row) == 6}
+    assert marks["SGLang environment"] == marks["Router environment"] == "-"
+    assert (marks["vLLM environment"], marks["Python"]) == ("NO", "ok")
+
+
+def test_it_says_which_systems_were_seen_at_which_version(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "300")
+
+    def told():
+        doctor.report()
+        lines = capsys.readouterr().out.splitlines()
+        (line,) = (line for line in lines if line.startswith("│ LMCache"))
+        return [cell.strip() for cell in line.split("│")]
+
+    record = json.loads(systems.RECORD.read_text())
+    seen = record["values"]["devices"]["cpu"]["LMCache"]
+    assert told()[3:5] == [seen["version"], seen["date"]]
+    seen["version"] = "0.0.1"
+    changed = tmp_path / "systems.json"
+    changed.write_text(json.dumps(record))
+    monkeypatch.setattr(systems, "RECORD", changed)
+    assert told()[4] == f"{seen['date']} (as 0.0.1)"
+    monkeypatch.setattr(systems, "RECORD", tmp_path / "none")
+    assert told()[4:6] == ["not seen", "not seen"]
 
 
 def test_a_bad_setting_is_a_row_and_no_crash(monkeypatch, capsys):
