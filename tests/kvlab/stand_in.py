@@ -4,6 +4,7 @@
     python stand_in.py start [WORD...]       a starter: starts one, prints what it has, waits
     python stand_in.py fork [WORD...]        the same, and leaves a fork of itself running
     python stand_in.py return [WORD...]      the same, and ends without stop() at a line of input
+    python stand_in.py ask [WORD...]         the same, and waits for two answers that never come
 
 Words: "sane" for a tree in which every process heeds SIGTERM; "mute" for an engine that never
 listens; "late" for one that listens after 2.5 seconds; "wrong" for one that says why it ends;
@@ -25,6 +26,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "shared"))
 
+from kvlab.engines.protocol import Completion, Prompt, complete
 from kvlab.engines.server import Server
 
 
@@ -41,6 +43,12 @@ class StandIn(Server):
 
     def _variables(self, folder: Path) -> dict[str, str]:
         return {**os.environ, "TMPDIR": str(folder)}
+
+    def answer(self, prompt: Prompt) -> Completion:
+        """It sends none."""
+        with self._talking() as http:
+            http.get("/slow", timeout=600)
+        raise AssertionError("it has answered")
 
     def facts(self) -> dict[str, object]:
         """Everything that has to be gone later."""
@@ -148,7 +156,9 @@ def main() -> None:
         time.sleep(60)
         os._exit(0)
     print(json.dumps(engine.facts()), flush=True)
-    if what == "return":
+    if what == "ask":
+        complete(["a", "b"], engine.answer)
+    elif what == "return":
         sys.stdin.readline()
     else:
         signal.pause()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from engine_help import need, within
 
 from kvlab.engines import minikv, sglang, vllm
 from kvlab.engines.generating import GeneratingServer
-from kvlab.engines.protocol import Completion, Engine, EngineError
+from kvlab.engines.protocol import Completion, Engine, EngineError, complete
 
 need("vllm", "sglang")
 
@@ -145,6 +146,27 @@ def test_stopped_and_started_again() -> None:
             engine.generate([1, 2, 3])
         assert engine.restart().generate([1, 2, 3], max_tokens=1).token_ids
     assert not engine.is_alive
+
+
+def test_many_prompts_are_asked_at_once_and_the_first_error_ends_it() -> None:
+    together, never = threading.Barrier(256), threading.Event()
+
+    def one(prompt: Any) -> Completion:
+        if prompt == "wrong":
+            raise EngineError("refused")
+        if prompt == "silent":
+            never.wait()
+        elif int(prompt) < 256:
+            together.wait(60)
+        return Completion(prompt, [], [], 0, 0, "stop")
+
+    many = [str(number) for number in range(300)]
+    found = complete(many, one)
+    assert isinstance(found, list)
+    assert [completion.text for completion in found] == many
+    with pytest.raises(EngineError, match="refused"):
+        complete(["silent", "wrong", "silent"], one)
+    never.set()
 
 
 def test_conditions_name_what_decides_and_no_place() -> None:

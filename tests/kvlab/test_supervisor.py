@@ -289,6 +289,15 @@ def test_ctrl_c_in_the_terminal() -> None:
         assert_nothing_left(facts)
 
 
+def test_ctrl_c_while_several_prompts_wait_for_an_engine_that_is_silent() -> None:
+    with starter("ask") as (process, facts):
+        (log,) = (paths.cache() / "logs").iterdir()
+        assert within(20, lambda: log.read_text().count("GET /slow") == 2)
+        process.send_signal(signal.SIGINT)
+        process.wait(20)  # the answers would be waited for for a minute
+        assert_nothing_left(facts)
+
+
 def test_ctrl_c_does_not_reach_the_engine_itself() -> None:
     with starter("start") as (process, facts):
         assert os.getpgid(facts["supervisor"]) != process.pid

@@ -7,10 +7,12 @@ an engine has besides (vLLM's counters, HiCache's tiers) its own module adds.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import Protocol, Self, TypedDict, Unpack, cast, overload
 
 Prompt = str | list[int]
@@ -121,18 +123,42 @@ def complete(
     """One prompt's completion, or those of several in their order, up to 256 asked at the same
     time.
 
-    Raises EngineError for what is no prompt, and the first error of `one`.
+    Raises EngineError for what is no prompt, and the first error of `one`: then, and with Ctrl-C,
+    it does not wait for the others.
     """
     if is_one(prompt):
         return one(cast(Prompt, prompt))
     many = cast(list[Prompt], list(prompt))
     if not all(is_one(item) for item in many):
         raise EngineError(_NO_PROMPT.format(prompt))
-    pool = ThreadPoolExecutor(max_workers=min(max(1, len(many)), _AT_ONCE))
+    waiting = deque(enumerate(many))
+    answered: SimpleQueue[tuple[int, Completion | BaseException]] = SimpleQueue()
+
+    def ask() -> None:
+        while True:
+            try:
+                place, prompt = waiting.popleft()
+            except IndexError:
+                return
+            try:
+                answered.put((place, one(prompt)))
+            except BaseException as error:
+                answered.put((place, error))
+
+    # Daemons, for Python waits for other threads when it exits, however long an engine is silent.
+    # concurrent.futures has none.
+    for _ in range(min(len(many), _AT_ONCE)):
+        Thread(target=ask, daemon=True).start()
+    answers: dict[int, Completion] = {}
     try:
-        return list(pool.map(one, many))
-    finally:  # Ctrl-C, or one that was refused, does not wait for the others
-        pool.shutdown(wait=False, cancel_futures=True)
+        while len(answers) < len(many):
+            place, answer = answered.get()
+            if isinstance(answer, BaseException):
+                raise answer
+            answers[place] = answer
+    finally:
+        waiting.clear()
+    return [answers[place] for place in range(len(many))]
 
 
 _AT_ONCE = 256
