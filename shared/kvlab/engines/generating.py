@@ -55,8 +55,8 @@ def without_places(text: str) -> str:
 class GeneratingServer(Server):
     """A server that completes prompts."""
 
-    _package = ""
-    """The distribution whose version counts."""
+    _package: str
+    """The distribution whose version counts; each engine names its own."""
     _path = ""
     """Where requests go, by POST."""
 
