@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from kvlab import environments, memory, systems
 from kvlab.engines.protocol import Counting, Engine
-from kvlab.measure import settled
+from kvlab.measure import gained, settled
 from kvlab.pictures.path import Count, PathPicture
 from kvlab.systems import PROMPT, Seen
 
@@ -33,7 +33,10 @@ class Watch:
         self._before = self._read()
 
     def moved(self) -> dict[str, Count]:
-        """The difference to the last call, once the counters stand still. Raises EngineError."""
+        """The difference to the last call, once the counters stand still.
+
+        Raises EngineError if they do not, or if one went back: its system was started anew.
+        """
         now = settled(self._read)
         before, self._before = self._before, now
         return {place: self._difference(place, before, now) for place in self._counters}
@@ -41,7 +44,10 @@ class Watch:
     def _difference(
         self, place: str, before: Mapping[str, list[int]], now: Mapping[str, list[int]]
     ) -> Count:
-        moved = tuple(b - a for a, b in zip(before[place], now[place], strict=True))
+        moved = tuple(
+            int(gained(f"A counter of {place!r}", a, b))
+            for a, b in zip(before[place], now[place], strict=True)
+        )
         return moved if isinstance(self._counters[place][0], tuple) else moved[0]
 
     def _read(self) -> dict[str, list[int]]:

@@ -5,6 +5,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from kvlab import environments, follow, systems
+from kvlab.engines.protocol import EngineError
 from kvlab.follow import Watch
 from kvlab.pictures import PathPicture, path_svg
 from kvlab.pictures.path import EDGES, PLACES, alternative
@@ -110,6 +111,11 @@ def test_counters_are_differences_with_labels_added_up():
     scaled = Watch({"mover": (system, "mb", 1 << 20)})
     system.page["mb"] = 1.625
     assert scaled.moved() == {"mover": 1_703_936}
+    system.page = {"mb": 0.5}
+    with pytest.raises(EngineError, match="'mover' went back from 1,703,936 to 524,288"):
+        scaled.moved()
+    system.page = {"mb": 1.5}  # and from there on it counts
+    assert scaled.moved() == {"mover": 1 << 20}
 
 
 def test_what_is_missing_is_filled_in_and_marked(capsys, monkeypatch):
