@@ -307,10 +307,7 @@ def counting(engine: Counting) -> Iterator[Counted]:
     counted, before = Counted(), counters()
     yield counted
     after = settled(counters)
-    gains = {
-        name: gained(name, before.get(name, 0), after.get(name, 0))
-        for name in after | before
-    }
+    gains = {name: gained(name, before.get(name, 0), after.get(name, 0)) for name in after | before}
     counted.changed = {name: gain for name, gain in gains.items() if gain}
 
 
@@ -319,8 +316,8 @@ def gained(name: str, before: float, after: float) -> float:
     only where its system was started anew, and what it counted before that is lost."""
     if after < before:
         raise EngineError(
-            f"{name} went back from {before:,.10g} to {after:,.10g}: its system was started anew in "
-            "between, and what it counted before is lost. Measure without a restart."
+            f"{name} went back from {before:,.10g} to {after:,.10g}: its system was started anew "
+            "in between, and what it counted before is lost. Measure without a restart."
         )
     return after - before
 
