@@ -106,27 +106,27 @@ def live(name: str, look: Callable[[], Seen], *, gib: float = 3) -> Seen:
 # Who decides, owns, moves, consumes; the numbers in braces are those that a system's look gave.
 _VERBS = {
     "vLLM": (
-        "what runs; which blocks stay: {follow_up} tokens found again",
+        "what runs; which blocks stay: {follow_up} tokens found again; its connector: what to load",
         "its pool: {after_reset} tokens left after a reset",
-        "no, its connectors do",
+        "its connector, to and from LMCache; else NIXL or the Transfer Engine",
         "**yes**",
     ),
     "SGLang": (
         "what runs; which pages stay: {follow_up} tokens found again",
         "its pool",
-        "no, HiCache and Mooncake do",
+        "HiCache in it; from one SGLang to another, the Transfer Engine",
         "**yes**",
     ),
     "HiCache": (
         "what goes down and comes up",
         "host memory; files: {after_reset} tokens left after a reset",
-        "between its tiers",
+        "between device, host and files",
         "no, SGLang does",
     ),
     "LMCache": (
         "which chunks are kept and offered",
         "host memory and files: {after_reset} tokens left after a reset",
-        "host and files; its connector: device and host",
+        "between host and files; to and from the device, vLLM's connector",
         "no",
     ),
     "Mooncake Store": (

@@ -14,7 +14,8 @@ SVG = "{http://www.w3.org/2000/svg}"
 UNITS = {
     "engine": "tokens computed",
     "pool": "tokens found",
-    "cache": ("chunks written", "tokens given"),
+    "connector": "tokens brought",
+    "cache": ("chunks written", "tokens offered"),
 }
 
 
@@ -38,6 +39,7 @@ def test_a_place_is_filled_framed_or_dashed():
     [
         ({"engine": 401, "cache": (0, 0)}, 1),
         ({"engine": 65, "cache": (0, 384)}, 2),
+        ({"engine": 65, "connector": 384, "cache": (0, 384)}, 3),
         ({"cache": (3, 0)}, 1),
         ({}, 0),
     ],
@@ -56,11 +58,12 @@ def test_router_and_mover_reach_both_engines_and_lines_join_neighbours():
 
 
 def test_words_say_the_numbers_and_nothing_lies_outside():
-    counts = {"engine": 129, "pool": 0, "cache": (1, 2944)}
+    counts = {"engine": 129, "pool": 0, "connector": 2944, "cache": (1, 2944)}
     said = alternative(UNITS, counts, "chunk 23 missing", {"engine": "vLLM"})
     assert said == (
         "chunk 23 missing: vLLM 129 tokens computed; pool on its device 0 tokens found; "
-        "LMCache: host 1 chunk written and 2,944 tokens given."
+        "vLLM's connector 2,944 tokens brought; "
+        "LMCache: host 1 chunk written and 2,944 tokens offered."
     )
     root = ElementTree.fromstring(
         path_svg(UNITS, counts, title="chunk 23 missing", names={"engine": "vLLM"})
@@ -70,6 +73,16 @@ def test_words_say_the_numbers_and_nothing_lies_outside():
     for shape in root.findall(f"{SVG}rect"):
         assert float(shape.get("x", 0)) + float(shape.get("width")) <= width
         assert float(shape.get("y", 0)) + float(shape.get("height")) <= height
+
+
+def test_a_place_that_counts_nothing_says_so():
+    units = {"pool": "tokens found", "mover": ()}
+    assert alternative(units, {"pool": 1}).endswith("NIXL, Transfer Engine no count of its own.")
+    shown = boxes(path_svg(units, {"pool": 1}))["mover"]
+    assert (shown.get("fill"), shown.get("stroke-dasharray")) == ("#ffffff", None)
+    path = PathPicture(units)
+    path.note("question", {"pool": 1})
+    assert "no count" not in path.told()
 
 
 def test_nothing_is_lit_before_the_first_event():
