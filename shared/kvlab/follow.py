@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from kvlab import environments, memory, systems
 from kvlab.engines.protocol import Counting, Engine
-from kvlab.measure import settled
+from kvlab.measure import gained, settled
 from kvlab.pictures.path import Count, PathPicture
 from kvlab.systems import PROMPT, Seen
 
@@ -33,7 +33,10 @@ class Watch:
         self._before = self._read()
 
     def moved(self) -> dict[str, Count]:
-        """The difference to the last call, once the counters stand still. Raises EngineError."""
+        """The difference to the last call, once the counters stand still.
+
+        Raises EngineError if they do not, or if one went back: its system was started anew.
+        """
         now = settled(self._read)
         before, self._before = self._before, now
         return {place: self._difference(place, before, now) for place in self._counters}
@@ -41,7 +44,10 @@ class Watch:
     def _difference(
         self, place: str, before: Mapping[str, list[int]], now: Mapping[str, list[int]]
     ) -> Count:
-        moved = tuple(b - a for a, b in zip(before[place], now[place], strict=True))
+        moved = tuple(
+            int(gained(f"A counter of {place!r}", a, b))
+            for a, b in zip(before[place], now[place], strict=True)
+        )
         return moved if isinstance(self._counters[place][0], tuple) else moved[0]
 
     def _read(self) -> dict[str, list[int]]:
@@ -100,27 +106,27 @@ def live(name: str, look: Callable[[], Seen], *, gb: float = 3) -> Seen:
 # Who decides, owns, moves, consumes; the numbers in braces are those that a system's look gave.
 _VERBS = {
     "vLLM": (
-        "what runs; which blocks stay: {follow_up} tokens found again",
+        "what runs; which blocks stay: {follow_up} tokens found again; its connector: what to load",
         "its pool: {after_reset} tokens left after a reset",
-        "no, its connectors do",
+        "its connector, to and from LMCache; else NIXL or the Transfer Engine",
         "**yes**",
     ),
     "SGLang": (
         "what runs; which pages stay: {follow_up} tokens found again",
         "its pool",
-        "no, HiCache and Mooncake do",
+        "HiCache in it; from one SGLang to another, the Transfer Engine",
         "**yes**",
     ),
     "HiCache": (
         "what goes down and comes up",
         "host memory; files: {after_reset} tokens left after a reset",
-        "between its tiers",
+        "between device, host and files",
         "no, SGLang does",
     ),
     "LMCache": (
         "which chunks are kept and offered",
         "host memory and files: {after_reset} tokens left after a reset",
-        "host and files; its connector: device and host",
+        "between host and files; to and from the device, vLLM's connector",
         "no",
     ),
     "Mooncake Store": (

@@ -36,6 +36,10 @@ from kvlab.workloads import Workload
 
 _LEAD = 0.2
 """Seconds between the start of the thread and the moment 0 of the workload."""
+_LONGEST_ANSWER = 64 << 20
+"""Bytes: what streams more than this for one request will not end by itself."""
+_LONGEST_REFUSAL = 300
+"""Bytes of a refusal that are read."""
 
 
 class Target(Protocol):
@@ -212,10 +216,15 @@ class _Sending:
         try:
             async with http.post(wire.url, data=wire.body, headers=wire.headers) as answer:
                 if answer.status >= 400:
-                    said = (await answer.text())[:300]
-                    outcome.failure = f"refused: {answer.status} {said}"
+                    said = await _beginning(answer.content, _LONGEST_REFUSAL)
+                    outcome.failure = f"refused: {answer.status} {said.decode(errors='replace')}"
                     return
+                received = 0
                 async for line in answer.content:
+                    received += len(line)
+                    if received > _LONGEST_ANSWER:
+                        outcome.failure = f"not understood: more than {_LONGEST_ANSWER:,} bytes"
+                        return
                     if line.startswith(b"data: "):
                         events.append((time.perf_counter() - zero, line[6:]))
         except TimeoutError:
@@ -235,6 +244,32 @@ class _Sending:
             self.done += 1
 
 
+async def _beginning(content: aiohttp.StreamReader, most: int) -> bytes:
+    """The first bytes of a body, which may have no end."""
+    said = b""
+    while len(said) < most and (more := await content.read(most - len(said))):
+        said += more
+    return said
+
+
+def _is_count(value: object) -> bool:
+    """Whether it is a whole number from 0 on. (True is an int to Python, and no count.)"""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _believable(chunk: Chunk) -> Chunk:
+    """The chunk, if its numbers can be what they stand for. Raises ValueError."""
+    if not all(map(_is_count, chunk.token_ids)):
+        raise ValueError(f"token ids {chunk.token_ids!r:.80}")
+    prompt, cached = chunk.prompt_tokens, chunk.cached_tokens
+    for name, count in (("prompt", prompt), ("cached", cached)):
+        if count is not None and not _is_count(count):
+            raise ValueError(f"{count!r:.40} {name} tokens")
+    if prompt is not None and cached is not None and cached > prompt:
+        raise ValueError(f"{cached} cached tokens of {prompt} prompt tokens")
+    return chunk
+
+
 def _read(target: Target, raw: Raw) -> Outcome:
     """The outcome with what its events say."""
     outcome, events = raw
@@ -248,14 +283,14 @@ def _read(target: Target, raw: Raw) -> Outcome:
             if data.strip() == b"[DONE]":
                 continue
             event = json.loads(data)
-            if "error" in event:
+            if event.get("error") is not None:
                 error = f"refused: {str(event['error'])[:300]}"
                 return
             yield event
 
     finished = None
     try:
-        for chunk in target.chunks(parsed()):
+        for chunk in map(_believable, target.chunks(parsed())):
             if chunk.token_ids:
                 outcome.times.append(now)
                 outcome.tokens.append(len(chunk.token_ids))

@@ -290,7 +290,9 @@ class Counted:
 def counting(engine: Counting) -> Iterator[Counted]:
     """What the engine's counters gain inside the `with` block, which is for nobody else's requests.
 
-    Raises EngineError if they do not come to rest: see settled().
+    Raises EngineError if they do not come to rest, see settled(), or if one of them is lower than
+    before: the engine was started anew. (Where all have grown beyond what they were, nobody sees
+    that.)
     """
 
     def counters() -> dict[str, float]:
@@ -304,28 +306,48 @@ def counting(engine: Counting) -> Iterator[Counted]:
 
     counted, before = Counted(), counters()
     yield counted
-    counted.changed = {
-        name: value - before.get(name, 0)
-        for name, value in settled(counters).items()
-        if value != before.get(name, 0)
-    }
+    after = settled(counters)
+    gains = {name: gained(name, before.get(name, 0), after.get(name, 0)) for name in after | before}
+    counted.changed = {name: gain for name, gain in gains.items() if gain}
+
+
+def gained(name: str, before: float, after: float) -> float:
+    """How far a counter has gone. Raises EngineError if that is backwards: a counter goes back
+    only where its system was started anew, and what it counted before that is lost."""
+    if after < before:
+        raise EngineError(
+            f"{name} went back from {before:,.10g} to {after:,.10g}: its system was started anew "
+            "in between, and what it counted before is lost. Measure without a restart."
+        )
+    return after - before
 
 
 def settled(read: Callable[[], T], *, rest: float = 1.5, most: float = 30) -> T:
     """A reading of counters that has stayed the same for `rest` seconds.
 
     Systems store behind an answer, and count behind what they do: LMCache some tenths of a second.
-    Raises EngineError if they have moved for `most` seconds.
+    A reading that is under way is waited for. Raises EngineError if after `most` seconds none has
+    been the same for so long.
     """
+    begun = time.monotonic()
     now, since = read(), time.monotonic()
-    until = since + most
-    while time.monotonic() - since < rest:
-        if time.monotonic() > until:
-            raise EngineError(f"Counters have moved for {most:g} s: other requests are running.")
+    slowest = since - begun
+    while True:
         time.sleep(0.2)
-        if (again := read()) != now:
-            now, since = again, time.monotonic()
-    return now
+        asked = time.monotonic()
+        again = read()
+        came = time.monotonic()
+        slowest = max(slowest, came - asked)
+        if again != now:
+            now, since = again, came
+        # A slow reading may be of any moment between: only what passed before it is sure.
+        elif asked - since >= rest:
+            return now
+        if came - begun > most:
+            raise EngineError(
+                f"Counters did not stand still for {rest:g} s within {most:g} s: other requests "
+                f"are running, or reading is slow (the slowest took {slowest:.1f} s)."
+            )
 
 
 # For people, and for results/.

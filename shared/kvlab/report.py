@@ -20,6 +20,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from kvlab import environments
 from kvlab.paths import ROOT, SetupError
 
@@ -81,6 +85,8 @@ class NotComparable(SetupError):
 
 
 _NO_CONDITION = ("what", "date", "values")
+_DEEPEST = 20
+"""Levels of a result file; no result of the course has half as many."""
 
 
 def _flat(found: Any, name: str = "") -> dict[str, Any]:
@@ -88,6 +94,12 @@ def _flat(found: Any, name: str = "") -> dict[str, Any]:
     if not isinstance(found, dict):
         return {name: found}
     return {k: v for key, value in found.items() for k, v in _flat(value, f"{name}.{key}").items()}
+
+
+def _fits(found: Any, levels: int) -> bool:
+    """Whether it is nested in no more than so many levels."""
+    parts = found.values() if isinstance(found, dict) else found if isinstance(found, list) else ()
+    return levels > 0 and all(_fits(part, levels - 1) for part in parts)
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -98,6 +110,8 @@ def load(path: Path) -> dict[str, Any]:
         raise SetupError(f"{path} is no result file: {error}") from error
     if not isinstance(found, dict) or not set(_NO_CONDITION) < found.keys():
         raise SetupError(f"{path} is no result file: it has no {', '.join(_NO_CONDITION)}.")
+    if not _fits(found, _DEEPEST):
+        raise SetupError(f"{path} is no result file: it is nested in more than {_DEEPEST} levels.")
     return found
 
 
@@ -123,7 +137,7 @@ def side_by_side(
     Raises NotComparable that names the others.
     """
     others = [
-        f"{name}: {there!r} and {here!r}"
+        f"{_plain(name)}: {there!r} and {here!r}"
         for name, there, here in differences(a, b)
         if not any(name == of or (of and name.startswith(f"{of}.")) for of in subject)
     ]
@@ -147,35 +161,35 @@ def side_by_side(
     return rows
 
 
-def print_result(path: Path) -> None:
-    """Print one result file."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+def _plain(found: Any) -> Text:
+    """What stands in a file, for the terminal: neither markup nor control characters work in it,
+    and what UTF-8 cannot say (half of a surrogate pair) is written as an escape."""
+    return Text("".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(found)))
 
+
+def print_result(path: Path) -> None:
+    """Print one result file. Raises SetupError for what is none."""
     found = load(path)
-    table = Table(title=f"{path.name}: {found['what']}, {found['date']}", title_justify="left")
+    title = _plain(f"{path.name}: {found['what']}, {found['date']}")
+    table = Table(title=title, title_justify="left")
     table.add_column("")
     table.add_column("", overflow="fold")
     for part in ("host", "versions", "conditions", "values"):
         for name, value in _flat(found.get(part, {})).items():
-            table.add_row(escape(part + name), escape(str(value)))
+            table.add_row(_plain(part + name), _plain(value))
         table.add_section()
     Console().print(table)
 
 
 def print_comparison(first: Path, second: Path, subject: Sequence[str]) -> None:
     """Print two result files side by side. Raises NotComparable."""
-    from rich.console import Console
-    from rich.table import Table
-
     a, b = load(first), load(second)
     rows = side_by_side(a, b, subject)
-    table = Table(title="; ".join(f"{n}: {x} and {y}" for n, x, y in differences(a, b)))
+    table = Table(title=_plain("; ".join(f"{n}: {x} and {y}" for n, x, y in differences(a, b))))
     for heading in ("", first.name, second.name, "ratio"):
-        table.add_column(heading)
+        table.add_column(_plain(heading))
     for name, one, two in rows:
-        table.add_row(name, str(one), str(two), f"{two / one:.2f}" if one else "")
+        table.add_row(_plain(name), str(one), str(two), f"{two / one:.2f}" if one else "")
     Console().print(table)
 
 

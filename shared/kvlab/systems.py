@@ -37,8 +37,8 @@ class Entry:
     """A system that the course runs."""
 
     name: str
-    start: str
-    """What starts it, in kvlab.engines."""
+    setup: str
+    """What runs while it is looked at, by the calls of kvlab.engines that start it."""
     role: str
     package: str
     """The distribution whose version counts; "" for minikv, which is the checkout's."""
@@ -207,21 +207,28 @@ def _router() -> Seen:
 
 
 SYSTEMS = (
-    Entry("minikv", "minikv.start()", "engine", "", "notebook", _minikv),
-    Entry("vLLM", "vllm.start()", "engine", "vllm", "vllm", _vllm),
-    Entry("SGLang", "sglang.start()", "engine", "sglang", "sglang", _sglang),
+    Entry("minikv", "`minikv.start()`", "engine", "", "notebook", _minikv),
+    Entry("vLLM", "`vllm.start()`", "engine", "vllm", "vllm", _vllm),
+    Entry("SGLang", "`sglang.start()`", "engine", "sglang", "sglang", _sglang),
     Entry(
         "HiCache",
-        "sglang.start(hicache=sglang.HiCache())",
+        "`sglang.start(hicache=...)`, with a folder",
         "tiers below SGLang's radix tree",
         "sglang",
         "sglang",
         _hicache,
     ),
-    Entry("LMCache", "lmcache.start()", "KV cache beside engines", "lmcache", "vllm", _lmcache),
+    Entry(
+        "LMCache",
+        "`lmcache.start()`, `vllm.start(connector=...)`",
+        "KV cache beside engines",
+        "lmcache",
+        "vllm",
+        _lmcache,
+    ),
     Entry(
         "Mooncake Store",
-        "mooncake.start()",
+        "`mooncake.start()`, its `client()`, `vllm.start(connector=...)`",
         "object store for KV",
         "mooncake-transfer-engine",
         "vllm",
@@ -229,23 +236,35 @@ SYSTEMS = (
     ),
     Entry(
         "Mooncake Transfer Engine",
-        "transfer_engine.start()",
+        "`transfer_engine.start()`, twice",
         "memory to memory",
         "mooncake-transfer-engine",
         "vllm",
         _transfer_engine,
     ),
-    Entry("NIXL", "vllm_pd.start()", "carries the handoff of a vLLM pair", "nixl", "vllm", _nixl),
+    Entry(
+        "NIXL",
+        "`vllm_pd.start()`: two vLLMs",
+        "carries the handoff of a vLLM pair",
+        "nixl",
+        "vllm",
+        _nixl,
+    ),
     Entry(
         "SGLang pair",
-        "sglang_pd.start()",
+        "`sglang_pd.start()`: two SGLangs, a router",
         "prefill/decode handoff over Mooncake",
         "sglang",
         "sglang",
         _sglang_pair,
     ),
     Entry(
-        "sglang-router", "router.start()", "chooses a replica", "sglang-router", "router", _router
+        "sglang-router",
+        "`sglang.start()`, twice; `router.start()`",
+        "chooses a replica",
+        "sglang-router",
+        "router",
+        _router,
     ),
 )
 
@@ -281,7 +300,7 @@ def record(seen: dict[str, Seen]) -> None:
     for system in SYSTEMS:
         if system.name in seen:
             devices.setdefault(device, {})[system.name] = {
-                "start": f"kvlab.engines.{system.start}",
+                "setup": system.setup,
                 "version": system.version(device),
                 "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
                 "hardware": "CPU" if isinstance(gpu, str) or device == "cpu" else gpu.name,
@@ -291,7 +310,7 @@ def record(seen: dict[str, Seen]) -> None:
     rows = [
         {
             "system": name,
-            "start": f"`{found['start']}`",
+            "set-up": found["setup"],
             "version": found["version"],
             "seen": told(found["seen"]),
             "on": f"{found['hardware']}, {found['date']}",

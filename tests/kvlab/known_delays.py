@@ -6,10 +6,11 @@ It answers POST /v1/completions as vLLM streams it. A prompt is five numbers:
 [kind, first_ms, gap_ms, tokens, tokens_in_a_chunk]; any other gets max_tokens tokens, four a chunk,
 the first chunk after 100 ms and each further one 100 ms later. kind 0: as said; 1: one after
 another, the others wait (queued); 2: it stalls after half of the tokens and never goes on; 3: it
-breaks the connection off after half of them; 4: it refuses with 503.
+breaks the connection off after half of them; 4: it refuses with 503; 5: so too, at endless length;
+6: it streams without an end.
 
 Each event carries the moment at which it was sent, on the clock that all processes of a machine
-share (CLOCK_MONOTONIC).
+share (CLOCK_MONOTONIC); and "error": null, as servers may that have a place for one.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ USAGE_SECONDS = 0.2
 
 
 def event(**content: object) -> bytes:
-    return b"data: " + json.dumps(content).encode() + b"\n\n"
+    return b"data: " + json.dumps(content | {"error": None}).encode() + b"\n\n"
 
 
 async def complete(request: web.Request) -> web.StreamResponse:
@@ -36,8 +37,15 @@ async def complete(request: web.Request) -> web.StreamResponse:
     kind, first, gap, tokens, width = asked
     if kind == 4:
         return web.json_response({"error": {"message": "full"}}, status=503)
+    if kind == 5:
+        response = web.StreamResponse(status=503)
+        await response.prepare(request)
+        while True:
+            await response.write(b"full " * 200)
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
+    while kind == 6:
+        await response.write(b": nothing\n" * 200)
     if kind == 1:
         async with turn:
             await answer(request, response, kind, first, gap, tokens, width)

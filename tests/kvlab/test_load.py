@@ -26,7 +26,7 @@ from kvlab.engines.protocol import Chunk
 from kvlab.engines.vllm import VLLM
 from kvlab.workloads import Request, Workload
 
-FIXED, QUEUED, STALLED, BROKEN, REFUSED = range(5)
+FIXED, QUEUED, STALLED, BROKEN, REFUSED, REFUSED_AT_LENGTH, ENDLESS = range(7)
 
 
 class Known(GeneratingServer):
@@ -186,6 +186,70 @@ class _Odd:
         for _ in events:
             raise RecursionError("too deep")
         yield Chunk("", [], [])
+
+
+def test_bodies_without_an_end_are_read_to_a_bound(
+    server: Known, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "_LONGEST_ANSWER", 1 << 20)
+    run = send(
+        server,
+        asked(*((0.0, [kind, 5, 5, 4, 1]) for kind in (REFUSED_AT_LENGTH, ENDLESS, FIXED))),
+    )
+    refused, endless, good = run.outcomes
+    assert refused.failure == "refused: 503 " + "full " * 60
+    assert endless.failure == "not understood: more than 1,048,576 bytes"
+    assert good.ok
+    assert measure.failures(run) == {"not understood": 1, "refused": 1}
+
+
+class _Says:
+    """Understands each answer as this."""
+
+    def __init__(self, server: Known, **chunk: Any) -> None:
+        self.wire = server.wire
+        self._chunk = Chunk(**{"text": "", "token_ids": [7], "logprobs": []} | chunk)
+
+    def chunks(self, events: Iterable[dict[str, Any]]) -> Iterator[Chunk]:
+        yield self._chunk
+
+
+@pytest.mark.parametrize(
+    ("chunk", "reason"),
+    [
+        ({"prompt_tokens": -3}, "-3 prompt tokens"),
+        ({"prompt_tokens": float("nan")}, "nan prompt tokens"),
+        ({"prompt_tokens": True}, "True prompt tokens"),
+        ({"prompt_tokens": "10"}, "'10' prompt tokens"),
+        ({"cached_tokens": -1}, "-1 cached tokens"),
+        ({"cached_tokens": 2.5}, "2.5 cached tokens"),
+        ({"cached_tokens": False}, "False cached tokens"),
+        ({"cached_tokens": [4]}, "[4] cached tokens"),
+        ({"cached_tokens": 11}, "11 cached tokens of 10 prompt tokens"),
+        ({"token_ids": [7, -1]}, "token ids [7, -1]"),
+        ({"token_ids": [True]}, "token ids [True]"),
+        ({"token_ids": "seven"}, "token ids 'seven'"),
+        ({"token_ids": None}, "'NoneType' object is not iterable"),
+    ],
+)
+def test_counts_that_are_none_are_a_failure(
+    server: Known, chunk: dict[str, Any], reason: str
+) -> None:
+    said = {"finish_reason": "length", "prompt_tokens": 10, "cached_tokens": 4}
+    work = asked((0.0, [FIXED, 0, 0, 1, 1]))
+    assert load.send(_Says(server, **said), work).outcomes[0].ok
+    (one,) = load.send(_Says(server, **said | chunk), work).outcomes
+    assert one.failure.startswith("not understood: ")
+    assert reason in one.failure
+    assert measure.hits([one]).requests == 0
+    assert measure.goodput(load.Run([one], 1, {}, 0.0), measure.Objectives()).share == 0
+
+
+def test_a_place_for_an_error_is_no_error(server: Known) -> None:
+    """Its events hold "error": null."""
+    chunks = list(server.stream([FIXED, 0, 0, 3, 1], max_tokens=3))
+    assert [chunk.token_ids for chunk in chunks] == [[7], [7], [7], []]
+    assert chunks[-1].finish_reason == "length"
 
 
 def test_a_server_that_is_gone(server: Known) -> None:

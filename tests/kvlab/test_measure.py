@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -144,10 +145,62 @@ def test_counters_are_read_until_they_rest() -> None:
     assert "vllm:running" not in counted.changed
 
 
-def test_counters_that_never_rest_are_no_figure() -> None:
-    numbers = itertools.count()
-    with pytest.raises(EngineError, match="have moved for 1 s"):
-        measure.settled(lambda: next(numbers), most=1)
+def test_counters_that_go_back_are_those_of_another_start() -> None:
+    name = "vllm:prompt_tokens_total"
+    for later in ({name: 30.0}, {}):  # a counter with labels is not there before it counts
+        with (
+            pytest.raises(EngineError, match=rf"{name} went back from 100 to (30|0): .* anew"),
+            measure.counting(Engine({name: 100.0}, later)),
+        ):
+            pass
+
+
+class Clock:
+    """A time.monotonic() that only sleeping and reading move on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(measure.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(measure.time, "sleep", self.on)
+
+    def on(self, seconds: float) -> None:
+        self.now += seconds
+
+    def reader(self, *readings: tuple[float, int]) -> Callable[[], int]:
+        """Reads these, each of which takes so many seconds, and then the last one for ever."""
+        left = list(readings)
+
+        def read() -> int:
+            seconds, value = left.pop(0) if len(left) > 1 else left[0]
+            self.on(seconds)
+            return value
+
+        return read
+
+
+def test_counters_that_never_rest_are_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, numbers = Clock(monkeypatch), itertools.count()
+    with pytest.raises(EngineError, match=r"for 1\.5 s within 30 s"):
+        measure.settled(lambda: next(numbers))
+    assert 30 <= clock.now < 31
+
+
+def test_a_slow_reading_is_no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second reading took its time, and may have looked at its beginning: right behind the
+    first one. The counter moves once more."""
+    clock = Clock(monkeypatch)
+    assert measure.settled(clock.reader((0, 1), (5, 1), (0, 2))) == 2
+    # Where every reading is slow, counters that rest are known even so.
+    assert measure.settled(clock.reader((5, 1))) == 1
+
+
+def test_a_reading_that_hangs_beyond_the_deadline_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    with pytest.raises(EngineError, match=r"the slowest took 40\.0 s"):
+        measure.settled(clock.reader((0, 1), (40, 2)))
+    assert clock.now < 41
+    # One that had been asked for at rest, and came late: it is a reading.
+    assert measure.settled(clock.reader(*[(0, 1)] * 8, (40, 1))) == 1
 
 
 def test_the_bootstrap_is_numpys_percentile_of_what_was_drawn() -> None:

@@ -5,6 +5,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from kvlab import environments, follow, systems
+from kvlab.engines.protocol import EngineError
 from kvlab.follow import Watch
 from kvlab.pictures import PathPicture, path_svg
 from kvlab.pictures.path import EDGES, PLACES, alternative
@@ -13,7 +14,8 @@ SVG = "{http://www.w3.org/2000/svg}"
 UNITS = {
     "engine": "tokens computed",
     "pool": "tokens found",
-    "cache": ("chunks written", "tokens given"),
+    "connector": "tokens brought",
+    "cache": ("chunks written", "tokens offered"),
 }
 
 
@@ -37,6 +39,7 @@ def test_a_place_is_filled_framed_or_dashed():
     [
         ({"engine": 401, "cache": (0, 0)}, 1),
         ({"engine": 65, "cache": (0, 384)}, 2),
+        ({"engine": 65, "connector": 384, "cache": (0, 384)}, 3),
         ({"cache": (3, 0)}, 1),
         ({}, 0),
     ],
@@ -55,11 +58,12 @@ def test_router_and_mover_reach_both_engines_and_lines_join_neighbours():
 
 
 def test_words_say_the_numbers_and_nothing_lies_outside():
-    counts = {"engine": 129, "pool": 0, "cache": (1, 2944)}
+    counts = {"engine": 129, "pool": 0, "connector": 2944, "cache": (1, 2944)}
     said = alternative(UNITS, counts, "chunk 23 missing", {"engine": "vLLM"})
     assert said == (
         "chunk 23 missing: vLLM 129 tokens computed; pool on its device 0 tokens found; "
-        "LMCache: host 1 chunk written and 2,944 tokens given."
+        "vLLM's connector 2,944 tokens brought; "
+        "LMCache: host 1 chunk written and 2,944 tokens offered."
     )
     root = ElementTree.fromstring(
         path_svg(UNITS, counts, title="chunk 23 missing", names={"engine": "vLLM"})
@@ -69,6 +73,16 @@ def test_words_say_the_numbers_and_nothing_lies_outside():
     for shape in root.findall(f"{SVG}rect"):
         assert float(shape.get("x", 0)) + float(shape.get("width")) <= width
         assert float(shape.get("y", 0)) + float(shape.get("height")) <= height
+
+
+def test_a_place_that_counts_nothing_says_so():
+    units = {"pool": "tokens found", "mover": ()}
+    assert alternative(units, {"pool": 1}).endswith("NIXL, Transfer Engine no count of its own.")
+    shown = boxes(path_svg(units, {"pool": 1}))["mover"]
+    assert (shown.get("fill"), shown.get("stroke-dasharray")) == ("#ffffff", None)
+    path = PathPicture(units)
+    path.note("question", {"pool": 1})
+    assert "no count" not in path.told()
 
 
 def test_nothing_is_lit_before_the_first_event():
@@ -110,6 +124,11 @@ def test_counters_are_differences_with_labels_added_up():
     scaled = Watch({"mover": (system, "mb", 1 << 20)})
     system.page["mb"] = 1.625
     assert scaled.moved() == {"mover": 1_703_936}
+    system.page = {"mb": 0.5}
+    with pytest.raises(EngineError, match="'mover' went back from 1,703,936 to 524,288"):
+        scaled.moved()
+    system.page = {"mb": 1.5}  # and from there on it counts
+    assert scaled.moved() == {"mover": 1 << 20}
 
 
 def test_what_is_missing_is_filled_in_and_marked(capsys, monkeypatch):

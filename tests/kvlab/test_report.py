@@ -107,7 +107,36 @@ def test_show_prints_or_says_why_not(tmp_path, capsys):
     assert "a run" in capsys.readouterr().out
     report.print_comparison(one, two, ["host.cores"])
     assert "1.00" in capsys.readouterr().out
-    for text in ("{}", "[]", "{", '{"what": 1}'):
+    deep = json.dumps(result()).replace('"a run"', "[" * 400 + "]" * 400)
+    for text in ("{}", "[]", "{", '{"what": 1}', "7", "null", '"values"', deep, "[" * 10**5):
         one.write_text(text)
         with pytest.raises(SetupError, match="is no result file"):
             report.print_result(one)
+
+
+def test_what_stands_in_a_result_is_printed_and_does_nothing_else(tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    odd = "[bold]x[/] [/nothing] \ud800 \x1b[31m"
+    plainly = r"[bold]x[/] [/nothing] \ud800 \x1b[31m"
+    one, two = tmp_path / "[red]one.json", tmp_path / "two.json"
+    names = {"a": odd, odd: 1}
+    one.write_text(
+        json.dumps(result() | {"what": odd, "values": names, "versions": {odd: 1}, "date": 3})
+    )
+    two.write_text(
+        json.dumps(
+            result() | {"what": odd, "values": names, "versions": {odd: 1}, "conditions": {odd: 2}}
+        )
+    )
+    report.print_result(one)
+    said = " ".join(capfd.readouterr().out.split())
+    assert f"[red]one.json: {plainly}, 3" in said
+    assert f"values.{plainly}" in said
+    assert "\x1b" not in said
+    report.print_comparison(one, two, ["conditions"])
+    said = " ".join(capfd.readouterr().out.split())
+    assert plainly in said
+    assert "1.00" in said
+    with pytest.raises(report.NotComparable) as refused:
+        report.print_comparison(one, two, [])
+    assert str(refused.value).encode()

@@ -187,7 +187,7 @@ class GeneratingServer(Server):
             if data == line or data == "[DONE]":
                 continue
             event = json.loads(data)
-            if "error" in event:
+            if event.get("error") is not None:
                 raise self._refused(data)
             yield event
 

@@ -479,6 +479,7 @@ def _check_interval(answer: Any) -> str:
     ]
     _judge_interval(answer, uneven, 80)
     _judge_level(answer)
+    _judge_ends(answer)
     return message
 
 
@@ -496,6 +497,20 @@ def _judge_level(answer: Any) -> None:
             f"over five redrawn runs it is {share:.2f} times as wide as the 95% interval: 2.5% of "
             "the percentiles lie on each side of it; and 200 draws at least are wanted"
         )
+
+
+def _judge_ends(answer: Any) -> None:
+    """Each request can be drawn. One of twenty holds most of the gaps: two in three draws have it,
+    and its gaps are their median then."""
+    fast = [[1.0 + i / 1000] for i in range(19)]
+    for at, which in ((19, "last"), (0, "first")):
+        requests = [*fast[:at], [9.0] * 40, *fast[at:]]
+        _, high = answer([list(one) for one in requests], 50, np.random.default_rng(11))
+        if number(high, "the high end") < 9:
+            raise Wrong(
+                f"where the {which} of twenty requests holds the slow gaps, the interval ends at "
+                f"{high:.2f}, as if that request could not be drawn. Which places can a draw give?"
+            )
 
 
 def _judge_interval(answer: Any, requests: list[list[float]], percent: float) -> str:
@@ -587,6 +602,21 @@ def _of_99_percent(by_request: list[list[float]], percent: float, rng: Any) -> t
 
 def _swapped(by_request: list[list[float]], percent: float, rng: Any) -> tuple[float, float]:
     return _interval(by_request, percent, rng)[::-1]
+
+
+def _never(place: int) -> Interval:
+    """A bootstrap that never draws one of the requests: -1, the last, or 0, the first."""
+
+    def interval(by_request: list[list[float]], percent: float, rng: Any) -> tuple[float, float]:
+        low, high = (1, len(by_request)) if place == 0 else (0, len(by_request) - 1)
+        drawn = []
+        for _ in range(300):
+            chosen = rng.integers(low, high, size=len(by_request))
+            drawn.append(np.percentile(np.concatenate([by_request[i] for i in chosen]), percent))
+        low_end, high_end = np.percentile(drawn, (2.5, 97.5))
+        return float(low_end), float(high_end)
+
+    return interval
 
 
 def _without_replacement(
@@ -855,6 +885,8 @@ EXERCISES = (
             (_range_of_the_draws, "too wide|not yet right"),
             (_of_90_percent, "each side"),
             (_of_99_percent, "each side|much too wide|not yet right"),
+            (_never(-1), "the last of twenty requests"),
+            (_never(0), "the first of twenty requests"),
             (_swapped, "comes first"),
             (_without_replacement, "below the high one"),
             (lambda by_request, percent, rng: None, "return"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -237,8 +238,8 @@ _SOURCES = 'vllm:prompt_tokens_by_source_total{source="%s"}'
 _HIT = "lmcache_mp_lookup_hit_tokens_total"
 
 
-def _total(page: Page, name: str) -> float:
-    return sum(v for k, v in page.items() if k == name or k.startswith(name + "{"))
+def _total(page: Page, name: str, end: str = "{") -> float:
+    return sum(v for k, v in page.items() if k == name or k.startswith(name + end))
 
 
 def _answered(before: Page, after: Page, flaw: str = "") -> dict[str, float]:
@@ -250,6 +251,8 @@ def _answered(before: Page, after: Page, flaw: str = "") -> dict[str, float]:
             return after.get(name, 0) - before.get(name, 0)
         if flaw == "since the start":
             return _total(after, name)
+        if flaw == "begins alike":
+            return _total(after, name, end="") - _total(before, name, end="")
         return _total(after, name) - _total(before, name)
 
     computed = moved(_SOURCES % "local_compute")
@@ -347,6 +350,7 @@ def _check_answered(answer: Any) -> str:
         got.append(_numbers(given, _PARTS))
     right = [_answered(known[i], known[j]) for i, j in spans]
     if got == right:
+        _judge_names(answer, known)
         return (
             f"Right for {len(_EVENTS)} requests, alone and {len(spans) - len(_EVENTS)} times "
             "several together. The three first add up to the prompt tokens; the last is what a hit "
@@ -360,6 +364,19 @@ def _check_answered(answer: Any) -> str:
     i, j = spans[at]
     what = f"request {i + 1}" if j == i + 1 else f"requests {i + 1} to {j}"
     raise Wrong(f"{what} of the recorded ones: {part!r} is not {got[at][part]:,}")
+
+
+def _judge_names(answer: Answered, known: Sequence[Page]) -> None:
+    """A counter whose name begins like another's is not that one."""
+    longer = _HIT + '_by_tier{tier="l1"}'
+    for at, (before, after) in enumerate(pairwise(known)):
+        got = _numbers(answer(before | {longer: 7.0 * at}, after | {longer: 9.0 * at}), _PARTS)
+        for part, right in _answered(before, after).items():
+            if got[part] != right:
+                raise Wrong(
+                    f"right for the recorded pages. On a page that also holds {longer} the number "
+                    f"for {part!r} changes: that is another counter. Where does a name end?"
+                )
 
 
 # 06.6 -----------------------------------------------------------------------
@@ -676,6 +693,7 @@ EXERCISES = (
         ),
         wrong=(
             *((partial(_answered, flaw=flaw), reason[:24]) for flaw, reason in _FLAWS.items()),
+            (partial(_answered, flaw="begins alike"), "that is another counter"),
             (lambda before, after: None, "is a `return` missing"),
             (lambda before, after: dict.fromkeys(_PARTS, 0), "request 1 of the recorded"),
             (lambda before, after: {"computed": 401}, "keep the keys"),

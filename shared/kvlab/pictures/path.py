@@ -37,10 +37,11 @@ PLACES = {
     "mover": Place("NIXL, Transfer Engine", "moves", 2, 1),
     "second engine": Place("second engine", "decides, consumes", 3, 0),
     "second pool": Place("second pool", "owns", 3, 1),
-    "host tier": Place("HiCache: host", "decides, owns", 0, 1),
+    "connector": Place("vLLM's connector", "decides: what to load; moves", 1, 2),
+    "host tier": Place("HiCache: host", "decides, owns, moves", 0, 1),
     "host tier files": Place("HiCache: files", "owns", 0, 2),
-    "cache": Place("LMCache: host", "decides, owns", 1, 2),
-    "cache files": Place("LMCache: files", "owns", 1, 3),
+    "cache": Place("LMCache: host", "decides, owns, moves", 1, 3),
+    "cache files": Place("LMCache: files", "owns", 0, 3),
     "store": Place("Mooncake Store", "owns, decides: where", 2, 2),
 }
 # Each pair, neighbours on the map: a line between them lights when the second one's count moved.
@@ -54,7 +55,9 @@ EDGES = (
     ("mover", "store"),
     ("pool", "host tier"),
     ("host tier", "host tier files"),
-    ("pool", "cache"),
+    ("pool", "connector"),
+    ("connector", "cache"),
+    ("connector", "store"),
     ("cache", "cache files"),
 )
 
@@ -71,9 +74,9 @@ def path_svg(
 ) -> str:
     """The map after one event.
 
-    units: what each place of this set-up counts ({"pool": "tokens found"}), or a tuple of such;
-    counts: how far those counts moved, in the same form; names: what a place is called here
-    ({"engine": "vLLM"}).
+    units: what each place of this set-up counts ({"pool": "tokens found"}), or a tuple of such,
+    which is empty where nothing counts; counts: how far those counts moved, in the same form;
+    names: what a place is called here ({"engine": "vLLM"}).
     """
     names = names or {}
     body = [svg.text(16, 26, title or "The map: what can keep, move and use the KV of a prompt")]
@@ -118,6 +121,8 @@ def _said(
     """What a place counted, a line for each of its units; nothing before the first event."""
     if key not in units or not counts:
         return []
+    if units[key] == ():
+        return ["no count of its own"] if zeros else []
     unit, count = units[key], counts.get(key, 0)
     several = unit if isinstance(unit, tuple) else (unit,)
     numbers = count if isinstance(count, tuple) else (count,) * len(several)
