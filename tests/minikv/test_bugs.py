@@ -105,7 +105,7 @@ def test_a_preempted_request_keeps_the_token_it_had_just_got(llm):
     """Two prompts of 4 in 3 blocks of 4: at length 5 each needs another block, one is free."""
     prompts = [prompt(4), prompt(4, first=50)]
     alone = [llm().generate(p, greedy(6))[0].token_ids for p in prompts]
-    engine = llm(num_blocks=4, enable_prefix_caching=False)
+    engine = llm(num_blocks=4, prefix_cache=None)
     outputs = engine.generate(prompts, greedy(6))
     assert [o.num_preemptions for o in outputs] == [0, 1]
     assert engine.trace[1].preempted == (outputs[1].request_id,)

@@ -84,7 +84,7 @@ def test_a_preempted_request_is_looked_up_once(engine):
 
 def test_preemption_costs_computation(engine):
     prompts = [PROMPT[:16], PROMPT[20:36], PROMPT[40:56]]
-    rich, poor = engine(), engine(num_blocks=14, enable_prefix_caching=False)
+    rich, poor = engine(), engine(num_blocks=14, prefix_cache=None)
     assert [o.token_ids for o in rich.generate(prompts, greedy(20))] == [
         o.token_ids for o in poor.generate(prompts, greedy(20))
     ]
