@@ -342,6 +342,7 @@ class LLM:
         step = as_step(self._num_steps, out, self.scheduler)
         self.trace.append(step)
         self.stats.count(step, out, self.scheduler)
+        self.stats.copied_bytes += self.runner.copied_bytes if out.scheduled else 0
         self._num_steps += 1
 
     def _make_client(

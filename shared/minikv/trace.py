@@ -27,6 +27,7 @@ class Stats:
     preemptions: how often a request lost its blocks.
     prefix_cache_queries, prefix_cache_hits: tokens looked up and found when requests were admitted
         for the first time (as vLLM counts them).
+    copied_bytes: of keys and values, copied by attention because they lie scattered in blocks.
     peak_blocks: most blocks that were in use in one step.
     """
 
@@ -37,6 +38,7 @@ class Stats:
     preemptions: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    copied_bytes: int = 0
     peak_blocks: int = 0
 
     def reset(self) -> None:

@@ -61,7 +61,8 @@ def test_a_request_knows_nobody():
 
 
 def test_the_model_knows_no_scheduling():
-    assert rooms(FILES["model.py"]) == set()
+    assert rooms(FILES["model.py"]) == {"linear"}
+    assert rooms(FILES["linear.py"]) == set()
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.startswith("attention/")])
