@@ -10,6 +10,7 @@ Read the files in the order in which a request meets them:
     radix.py       which beginning of this prompt has KV already?
     runner.py      a scheduled batch goes in; how do the next tokens come out?
     model.py       what does the model compute for one token, and where does it need the others?
+    linear.py      how does a matrix product with fixed weights become fast on a CPU?
     attention/     how does a query read the keys and values of the tokens before it?
     weights.py     what lies in a model folder, and is it all there?
 

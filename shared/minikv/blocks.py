@@ -196,13 +196,31 @@ class BlockPool:
 class KVCacheManager:
     """Block tables of all admitted requests over one pool: match, allocate, publish, release."""
 
+    publishes_early = True
+
     def __init__(self, num_blocks: int, block_size: int, enable_caching: bool = True) -> None:
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1 token; got {block_size}")
         self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.caching = enable_caching
         self.pool = BlockPool(num_blocks, enable_caching)
         self.tables: dict[str, list[Block]] = {}
         self._num_published: dict[str, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        return self.pool.num_free
+
+    def reset(self) -> bool:
+        """Forget all cached blocks; False, and nothing happens, while a request holds some."""
+        return self.pool.reset()
+
+    def key(self, token_ids: Sequence[int], salt: str | None, hashes: list[bytes]) -> list[bytes]:
+        """`hashes`, with those of the blocks that became full since the last call."""
+        if self.caching:
+            extend_hashes(hashes, token_ids, self.block_size, salt)
+        return hashes
 
     def match(self, hashes: Sequence[bytes], num_tokens: int) -> list[Block]:
         """The longest run of cached blocks from the start of a request of `num_tokens` tokens.
@@ -250,7 +268,7 @@ class KVCacheManager:
 
     def publish(self, request_id: str, hashes: Sequence[bytes], num_tokens: int) -> None:
         """Let others find the request's blocks that are full with its first `num_tokens` tokens."""
-        if not self.pool.enable_caching:
+        if not self.caching:
             return
         table = self.tables[request_id]
         first, end = self._num_published[request_id], num_tokens // self.block_size

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from minikv.attention import KVCache
-from minikv.blocks import KVCacheManager
 from minikv.request import (
     Piece,
     Request,
@@ -34,7 +33,7 @@ from minikv.request import (
     whole_number,
 )
 from minikv.runner import Runner
-from minikv.scheduler import Scheduler, SchedulerOutput
+from minikv.scheduler import PrefixCache, Scheduler, SchedulerOutput, make_kv
 from minikv.tokenizer import Detokenizer, Tokenizer
 from minikv.trace import Stats, Step, as_step
 from minikv.weights import eos_token_ids, load_model, model_config, read_json
@@ -84,6 +83,8 @@ class LLM:
         own limit, or what the KV cache holds if that is less.
     max_num_batched_tokens, max_num_seqs, long_prefill_token_threshold, scheduling_policy: see
         `Scheduler`.
+    prefix_cache: by what cached blocks are found: "hash" (`blocks.py`, as vLLM), "radix"
+        (`radix.py`, as SGLang), or None: they are not.
     seed: for requests that bring none of their own; the same calls then give the same tokens.
 
     Raises ValueError that says what does not fit and what to change.
@@ -103,7 +104,7 @@ class LLM:
         max_num_seqs: int = 128,
         long_prefill_token_threshold: int = 0,
         scheduling_policy: str = "fcfs",
-        enable_prefix_caching: bool = True,
+        prefix_cache: PrefixCache | None = "hash",
         seed: int = 0,
     ) -> None:
         block_size = whole_number("block_size", block_size, least=1)
@@ -130,7 +131,7 @@ class LLM:
                     "least (block 0 is the null block): raise it, or lower block_size"
                 )
         _check_memory(num_blocks * block_size * self.kv_bytes_per_token, self.device)
-        kv = KVCacheManager(num_blocks, block_size, enable_prefix_caching)
+        kv = make_kv(num_blocks, block_size, prefix_cache)
         self.max_model_len = _max_model_len(
             max_model_len, self.config.max_position_embeddings, (num_blocks - 1) * block_size
         )
@@ -288,7 +289,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached blocks; False, and nothing happens, while a request holds some."""
-        return self.scheduler.kv.pool.reset()
+        return self.scheduler.kv.reset()
 
     def forward(self, token_ids: Sequence[int]) -> Tensor:
         """Logits after each token of one sequence, float32 [n, vocab_size], without any cache: all
@@ -341,6 +342,7 @@ class LLM:
         step = as_step(self._num_steps, out, self.scheduler)
         self.trace.append(step)
         self.stats.count(step, out, self.scheduler)
+        self.stats.copied_bytes += self.runner.copied_bytes if out.scheduled else 0
         self._num_steps += 1
 
     def _make_client(

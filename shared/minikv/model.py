@@ -9,7 +9,8 @@ with `attention.PagedBatch` keys and values go to and come from the KV cache. Th
 neither caches nor schedules.
 
 Llama and Qwen3 differ by the norm that Qwen3 puts on each query and key head. Parameters carry the
-names of the checkpoints on the Hugging Face hub, so loading needs no table of names. The numerics
+names of the checkpoints on the Hugging Face hub, so loading needs no table of names; once they are
+loaded, `fuse` turns the linear layers into the products that `linear.py` explains. The numerics
 follow transformers 5.24.0, models/llama/modeling_llama.py and models/qwen3/modeling_qwen3.py.
 
 Shapes: T rows (tokens), `hidden_size` features; q [T, heads, head_dim], k and v
@@ -25,6 +26,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from minikv.linear import Product, product
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
@@ -99,15 +102,17 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class Attention(nn.Module):
+    qkv: Product
+    out: Product
+
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
+        self.heads = [config.num_attention_heads, *[config.num_key_value_heads] * 2]
         q_size = config.num_attention_heads * config.head_dim
         kv_size = config.num_key_value_heads * config.head_dim
         hidden, bias = config.hidden_size, config.attention_bias
@@ -119,15 +124,21 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if norm else nn.Identity()
 
+    def fuse(self) -> None:
+        self.qkv = product(self.q_proj, self.k_proj, self.v_proj)
+        self.out = product(self.o_proj)
+        del self.q_proj, self.k_proj, self.v_proj, self.o_proj
+
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        heads = (len(x), -1, self.head_dim)
-        q = rotate(self.q_norm(self.q_proj(x).view(heads)), cos, sin)
-        k = rotate(self.k_norm(self.k_proj(x).view(heads)), cos, sin)
-        v = self.v_proj(x).view(heads)
-        return self.o_proj(attend(self.layer, q, k, v).flatten(1))
+        q, k, v = self.qkv(x).view(len(x), -1, self.head_dim).split(self.heads, dim=1)
+        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        return self.out(attend(self.layer, q, k, v).flatten(1))
 
 
 class MLP(nn.Module):
+    gate_up: Product
+    down: Product
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
@@ -135,8 +146,13 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(hidden, inner, bias=bias)
         self.down_proj = nn.Linear(inner, hidden, bias=bias)
 
+    def fuse(self) -> None:
+        self.gate_up, self.down = product(self.gate_proj, self.up_proj), product(self.down_proj)
+        del self.gate_proj, self.up_proj, self.down_proj
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
 
 
 class DecoderLayer(nn.Module):
@@ -168,9 +184,14 @@ class Decoder(nn.Module):
 
 class CausalLM(nn.Module):
     """The whole model. `forward` gives hidden states; `logits` turns the rows that are needed into
-    scores, which is most of the work for a small model: a prompt needs them for its last row."""
+    scores, which is most of the work for a small model: a prompt needs them for its last row.
+
+    It is built, filled (`weights.py`), then fused; only then it can run."""
 
     rope: Tensor
+    head: Product
+    num_weights: int
+    """As many as the model learned: a matrix that is used twice counts once."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -180,6 +201,15 @@ class CausalLM(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.register_buffer("rope", rope_frequencies(config), persistent=False)
+
+    def fuse(self) -> None:
+        """Turn the linear layers into products, and drop their parameters."""
+        self.num_weights = sum({p.data_ptr(): p.numel() for p in self.parameters()}.values())
+        for part in list(self.modules()):
+            if isinstance(part, Attention | MLP):
+                part.fuse()
+        self.head = product(self.lm_head)
+        del self.lm_head
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """token_ids, positions: int64 [T]; returns hidden states [T, hidden_size]."""
@@ -192,4 +222,4 @@ class CausalLM(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden_size] to float32 [n, vocab_size]."""
-        return self.lm_head(hidden).float()
+        return self.head(hidden).float()

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 Policy = Literal["lru", "lfu", "priority"]
 Age = tuple[int, int]
@@ -242,3 +243,133 @@ class RadixCache:
         """The least is evicted first."""
         first = {"lru": 0, "lfu": node.hits, "priority": node.priority}[self.policy]
         return first, node.age
+
+
+class Key(NamedTuple):
+    """Under what the tree finds a request's tokens."""
+
+    tokens: Sequence[int]
+    salt: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What the tree has of a request, and where it ends."""
+
+    pages: list[int]
+    node: Node
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+
+@dataclass(slots=True)
+class Table:
+    """A request's pages, in the order of its tokens; the first `num_shared` are the tree's, and
+    `node`, where they end, is locked. The others are the request's own."""
+
+    pages: list[int]
+    num_shared: int
+    node: Node
+
+
+class RadixKVCacheManager:
+    """Block tables over a tree: the calls of `blocks.KVCacheManager`, with SGLang's rules.
+
+    A page belongs to the tree, to one request, or to nobody (`RadixCache.free_pages`); page 0, the
+    null block, to none of them. A request publishes what it has computed: its pages become the
+    tree's. Where the tree had the same tokens already, because another request computed them at the
+    same time, the tree's pages take their place in the table and the request's own are freed
+    (SGLang 0.5.23, srt/mem_cache/unified_radix_cache.py, `cache_unfinished_req`).
+    """
+
+    publishes_early = False
+    caching = True
+
+    def __init__(self, num_blocks: int, block_size: int, policy: Policy = "lru") -> None:
+        if num_blocks < 2:
+            raise ValueError(
+                f"num_blocks must be at least 2 (block 0 is the null block); got {num_blocks}"
+            )
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.tree = RadixCache(num_blocks, block_size, policy)
+        self.tree.free_pages.remove(0)
+        self.tables: dict[str, Table] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be had: free ones, and those that eviction would free."""
+        return len(self.tree.free_pages) + self.tree.evictable_pages
+
+    def reset(self) -> bool:
+        """Forget all cached pages; False, and nothing happens, while a request holds some."""
+        if self.tables:
+            return False
+        self.tree.reset()
+        self.tree.free_pages.remove(0)
+        return True
+
+    def key(self, token_ids: Sequence[int], salt: str | None, hashes: list[bytes]) -> Key:
+        """A tree compares the tokens themselves; it has no use for hashes."""
+        return Key(token_ids, salt or None)
+
+    def match(self, key: Key, num_tokens: int) -> Match:
+        """The longest cached beginning of a request of `num_tokens` tokens, the last never in it:
+        the model has to run on at least one token to give logits."""
+        usable = (num_tokens - 1) // self.block_size * self.block_size
+        return Match(*self.tree.match(key.tokens[:usable], key.salt))
+
+    def allocate(
+        self, request_id: str, num_tokens: int, hits: Match | None = None, must_fit: int = 0
+    ) -> bool:
+        """Give the request slots for its first `num_tokens` tokens, `hits` (at admission) included.
+
+        must_fit: refuse unless this many tokens would fit now, though fewer get slots.
+        Returns False, with nothing given, if eviction could not free enough pages.
+        """
+        table = self.tables.get(request_id)
+        if table is None:
+            hits = hits or Match([], self.tree.root)
+            table = Table(list(hits.pages), len(hits), hits.node)
+            self.tree.lock(table.node)  # before it is counted what eviction can free
+        count = -(-num_tokens // self.block_size) - len(table.pages)
+        count_to_fit = -(-must_fit // self.block_size) - len(table.pages)
+        if max(count, count_to_fit) > self.num_free:
+            if request_id not in self.tables:
+                self.tree.unlock(table.node)
+            return False
+        self.tables[request_id] = table
+        free = self.tree.free_pages
+        self.tree.evict(count - len(free))
+        for _ in range(count):
+            table.pages.append(free.pop())
+        return True
+
+    def publish(self, request_id: str, key: Key, num_tokens: int) -> None:
+        """Let others find the request's pages that are full with its first `num_tokens` tokens:
+        all of them hold KV. A request that holds no pages has nothing to publish."""
+        table = self.tables.get(request_id)
+        end = num_tokens // self.block_size
+        if table is None or end <= table.num_shared:
+            return
+        tokens = key.tokens[: end * self.block_size]
+        found = self.tree.publish(tokens, table.pages[:end], key.salt) // self.block_size
+        self.tree.free_pages += table.pages[table.num_shared : found]
+        pages, node = self.tree.match(tokens, key.salt)
+        self.tree.lock(node)
+        self.tree.unlock(table.node)
+        table.pages[:end] = pages
+        table.num_shared, table.node = end, node
+
+    def release(self, request_id: str, num_computed_tokens: int) -> None:
+        """Free the request's own pages, and unlock those that it shares with the tree."""
+        table = self.tables.pop(request_id, None)
+        if table is not None:
+            self.tree.free_pages += table.pages[table.num_shared :]
+            self.tree.unlock(table.node)
+
+    def block_ids(self, request_id: str) -> list[int]:
+        """The request's block table; empty if it holds no pages."""
+        table = self.tables.get(request_id)
+        return list(table.pages) if table else []

@@ -20,12 +20,16 @@ from minikv.scheduler import ScheduledRequest
 
 
 class Runner:
-    """Holds the model and the KV cache, and keeps no state of requests between steps."""
+    """Holds the model and the KV cache, and keeps no state of requests between steps.
+
+    copied_bytes: of keys and values, copied by the last step to read them.
+    """
 
     def __init__(self, model: CausalLM, cache: KVCache) -> None:
         self.model = model
         self.cache = cache
         self.device = cache.k[0].device
+        self.copied_bytes = 0
 
     @torch.inference_mode()
     def execute(self, batch: Sequence[ScheduledRequest]) -> tuple[dict[str, int], dict[str, float]]:
@@ -40,6 +44,7 @@ class Runner:
             self.cache, [Segment(share.start, share.end, share.block_ids) for share in batch]
         )
         hidden = self.model(self._tensor(token_ids), attend.positions, attend)
+        self.copied_bytes = attend.copied_bytes
 
         ends = torch.tensor([share.num_tokens for share in batch]).cumsum(0) - 1
         last_rows = {s.request: int(row) for s, row in zip(batch, ends, strict=True) if s.samples}

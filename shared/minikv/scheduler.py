@@ -11,23 +11,64 @@ another (preemption): of the last admitted under "fcfs", of the worst (priority,
 "priority". The victim keeps its tokens, waits at the head of the queue, and when it is admitted
 again computes anew what the prefix cache has lost meanwhile.
 
-This file knows no tensors: it can be run, tested and simulated without a model.
+This file knows no tensors: it can be run, tested and simulated without a model. By what cached
+blocks are found, and when they are published, is the cache's choice (`KVManager`).
 
 The rules are those of vLLM 0.32.0, v1/core/sched/scheduler.py (`schedule`, `_preempt_request`,
 `update_from_output`) and v1/core/sched/utils.py (`check_stop`), with one exception that is told at
-`_preempt`.
+`_preempt`, and SGLang's at `_stands_back`.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
-from minikv.blocks import KVCacheManager, extend_hashes
+from minikv.blocks import KVCacheManager
+from minikv.radix import RadixKVCacheManager
 from minikv.request import Request, RequestStatus
 
 POLICIES = ("fcfs", "priority")
+
+PrefixCache = Literal["hash", "radix"]
+
+
+class KVManager(Protocol):
+    """Block tables over one pool: what the scheduler asks of `blocks.py` and `radix.py`.
+
+    A request is its id here. `key` says under what its tokens are found; what it returns, and what
+    `match` returns, are the cache's own and only handed back to it.
+    """
+
+    block_size: int
+    num_blocks: int
+    """With the null block."""
+    caching: bool
+    publishes_early: bool
+    """Whether blocks are published before they are computed, so that requests of one step share."""
+
+    @property
+    def num_free(self) -> int: ...
+    def key(self, token_ids: Sequence[int], salt: str | None, hashes: list[bytes]) -> Any: ...
+    def match(self, key: Any, num_tokens: int) -> Any: ...
+    def allocate(
+        self, request_id: str, num_tokens: int, hits: Any = ..., must_fit: int = 0
+    ) -> bool: ...
+    def publish(self, request_id: str, key: Any, num_tokens: int) -> None: ...
+    def release(self, request_id: str, num_computed_tokens: int) -> None: ...
+    def block_ids(self, request_id: str) -> list[int]: ...
+    def reset(self) -> bool: ...
+
+
+def make_kv(num_blocks: int, block_size: int, prefix_cache: PrefixCache | None) -> KVManager:
+    """The block tables for a kind of prefix cache; None: nothing is found again."""
+    if prefix_cache not in ("hash", "radix", None):
+        raise ValueError(f"prefix_cache must be 'hash', 'radix' or None; got {prefix_cache!r}")
+    if prefix_cache == "radix":
+        return RadixKVCacheManager(num_blocks, block_size)
+    return KVCacheManager(num_blocks, block_size, prefix_cache == "hash")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +125,7 @@ class Scheduler:
 
     def __init__(
         self,
-        kv: KVCacheManager,
+        kv: KVManager,
         *,
         max_model_len: int,
         max_num_batched_tokens: int = 2048,
@@ -120,7 +161,6 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Put a new request into the queue."""
-        self._extend_hashes(request)
         self._enqueue(request, at_head=False)
 
     def schedule(self) -> SchedulerOutput:
@@ -174,13 +214,17 @@ class Scheduler:
     ) -> None:
         """Admit requests from the head of the queue until something runs out.
 
-        One that does not fit is not overtaken by a smaller one behind it.
+        One that does not fit is not overtaken by a smaller one behind it; one that stands back is.
         """
         threshold = self._prefill_threshold()
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
-            request = self.waiting[0]
-            hits = self.kv.match(request.block_hashes, request.num_tokens)
+        index = 0
+        while index < len(self.waiting) and budget > 0 and len(self.running) < self.max_num_seqs:
+            request = self.waiting[index]
+            hits = self.kv.match(self._key(request), request.num_tokens)
             num_cached = len(hits) * self.kv.block_size
+            if self._stands_back(request, num_cached, shares):
+                index += 1
+                continue
             if request.num_preemptions == 0:
                 request.num_cached_tokens = num_cached
             # The count is taken after the hit: what is cached uses no budget.
@@ -189,7 +233,7 @@ class Scheduler:
                 request.request_id, num_cached + num_tokens, hits, must_fit=request.num_tokens
             ):
                 break
-            self.running.append(self.waiting.pop(0))
+            self.running.append(self.waiting.pop(index))
             request.status = RequestStatus.RUNNING
             request.num_computed_tokens = num_cached
             out.admitted[request.request_id] = num_cached
@@ -207,11 +251,12 @@ class Scheduler:
         for share in out.scheduled:
             request = share.request
             request.num_computed_tokens = share.end
+            if not self.kv.publishes_early and not share.is_decode:
+                self.kv.publish(request.request_id, self._key(request), share.end)
             if request.request_id not in tokens:
                 continue
             request.token_ids.append(tokens[request.request_id])
             request.logprobs.append(logprobs[request.request_id])
-            self._extend_hashes(request)
             status = self._check_stop(request)
             if status is not None:
                 self.finish(request, status)
@@ -225,7 +270,35 @@ class Scheduler:
         queue = self.running if request.status is RequestStatus.RUNNING else self.waiting
         queue.remove(request)
         request.status = status
+        if not self.kv.publishes_early:  # the output too: a follow-up question begins with it
+            self.kv.publish(request.request_id, self._key(request), request.num_computed_tokens)
         self.kv.release(request.request_id, request.num_computed_tokens)
+
+    def _stands_back(
+        self, request: Request, num_cached: int, shares: dict[Request, ScheduledRequest]
+    ) -> bool:
+        """Is more of the request's beginning being computed in this step than the cache holds?
+
+        Where blocks are published late, it then waits for them and is not computed twice, and
+        those behind it may go first. (SGLang 0.5.23, srt/managers/schedule_policy.py,
+        `_compute_prefix_matches`: there for beginnings of more than 32 tokens.)
+        """
+        if self.kv.publishes_early or not self.kv.caching:
+            return False
+        size = self.kv.block_size
+        usable = (request.num_tokens - 1) // size * size
+        for share in shares.values():
+            other = share.request
+            end = min(usable, share.end // size * size)
+            if (
+                num_cached < end
+                and other.cache_salt == request.cache_salt
+                and not share.is_decode
+                # One block more than the cache holds is reason enough to wait.
+                and other.token_ids[: num_cached + size] == request.token_ids[: num_cached + size]
+            ):
+                return True
+        return False
 
     def _prefill_threshold(self) -> int:
         """The threshold keeps a long prompt from starving others: alone, nobody is starved."""
@@ -241,10 +314,11 @@ class Scheduler:
         self, request: Request, num_tokens: int, shares: dict[Request, ScheduledRequest]
     ) -> None:
         start = request.num_computed_tokens
-        # Published before it is computed, so that the next request in this very step can share it.
-        # That is sound because a layer writes the keys and values of the whole batch before any
-        # query of the batch reads them (`attention/paged.py`).
-        self.kv.publish(request.request_id, request.block_hashes, start + num_tokens)
+        if self.kv.publishes_early:
+            # Before it is computed, so that the next request in this very step can share it. That
+            # is sound because a layer writes the keys and values of the whole batch before any
+            # query of the batch reads them (`attention/paged.py`).
+            self.kv.publish(request.request_id, self._key(request), start + num_tokens)
         block_ids = self.kv.block_ids(request.request_id)
         shares[request] = ScheduledRequest(request, start, num_tokens, block_ids)
 
@@ -272,11 +346,9 @@ class Scheduler:
         else:
             self.waiting.insert(0 if at_head else len(self.waiting), request)
 
-    def _extend_hashes(self, request: Request) -> None:
-        if self.kv.pool.enable_caching:
-            extend_hashes(
-                request.block_hashes, request.token_ids, self.kv.block_size, request.cache_salt
-            )
+    def _key(self, request: Request) -> Any:
+        """Under what the cache finds the tokens that the request has now."""
+        return self.kv.key(request.token_ids, request.cache_salt, request.block_hashes)
 
     def _check_stop(self, request: Request) -> RequestStatus | None:
         """Length comes last: an end-of-sequence token in the last place counts as a stop."""

@@ -3,8 +3,8 @@
 A model is slow, and what a scheduler decides depends on it only through time: who has arrived when
 the next step is put together, and when a step ends. So the model is replaced by a `Cost`, a few
 seconds for each step and each token in it, measured or given; scheduler, block tables and prefix
-cache are the real ones (`scheduler.py`, `blocks.py`). An hour of traffic takes seconds, and the
-same requests can be sent again with another budget, pool or policy.
+cache are the real ones (`scheduler.py`, `blocks.py`, `radix.py`). An hour of traffic takes seconds,
+and the same requests can be sent again with another budget, pool or policy.
 
 What it cannot say is what `Cost` leaves out: kernels that are slow for odd shapes, the host's own
 work, the network.
@@ -15,9 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from minikv.blocks import KVCacheManager
 from minikv.request import Request, SamplingParams
-from minikv.scheduler import Scheduler, SchedulerOutput
+from minikv.scheduler import PrefixCache, Scheduler, SchedulerOutput, make_kv
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ def simulate(
     max_num_seqs: int = 128,
     long_prefill_token_threshold: int = 0,
     policy: str = "fcfs",
-    enable_prefix_caching: bool = True,
+    prefix_cache: PrefixCache | None = "hash",
 ) -> Simulated:
     """Serve the requests, given in the order of their moments; the settings are those of `LLM`.
 
@@ -89,7 +88,7 @@ def simulate(
     """
     usable = (num_blocks - 1) * block_size
     scheduler = Scheduler(
-        KVCacheManager(num_blocks, block_size, enable_prefix_caching),
+        make_kv(num_blocks, block_size, prefix_cache),
         max_model_len=usable,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,

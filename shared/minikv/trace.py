@@ -13,9 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from minikv.blocks import KVCacheManager
 from minikv.request import Request, SamplingParams
-from minikv.scheduler import Scheduler, SchedulerOutput
+from minikv.scheduler import PrefixCache, Scheduler, SchedulerOutput, make_kv
 
 
 @dataclass
@@ -28,6 +27,7 @@ class Stats:
     preemptions: how often a request lost its blocks.
     prefix_cache_queries, prefix_cache_hits: tokens looked up and found when requests were admitted
         for the first time (as vLLM counts them).
+    copied_bytes: of keys and values, copied by attention because they lie scattered in blocks.
     peak_blocks: most blocks that were in use in one step.
     """
 
@@ -38,6 +38,7 @@ class Stats:
     preemptions: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    copied_bytes: int = 0
     peak_blocks: int = 0
 
     def reset(self) -> None:
@@ -46,7 +47,7 @@ class Stats:
 
     def count(self, step: Step, out: SchedulerOutput, scheduler: Scheduler) -> None:
         """Add a step that has run; before `Scheduler.update`, which changes its requests."""
-        pool = scheduler.kv.pool
+        kv = scheduler.kv
         prefill, decode = sum(step.prefill.values()), sum(step.decode.values())
         self.steps += bool(out.scheduled)
         self.prefill_tokens += prefill
@@ -56,10 +57,10 @@ class Stats:
         for share in out.scheduled:
             request = share.request
             first = request.request_id in out.admitted and request.num_preemptions == 0
-            if first and pool.enable_caching:
+            if first and kv.caching:
                 self.prefix_cache_queries += request.num_tokens
                 self.prefix_cache_hits += out.admitted[request.request_id]
-        self.peak_blocks = max(self.peak_blocks, pool.num_blocks - 1 - pool.num_free)
+        self.peak_blocks = max(self.peak_blocks, kv.num_blocks - 1 - kv.num_free)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ def as_step(index: int, out: SchedulerOutput, scheduler: Scheduler) -> Step:
         preempted=tuple(sorted(r.request_id for r in out.preempted)),
         waiting=tuple(r.request_id for r in scheduler.waiting),
         blocks={s.request.request_id: tuple(s.block_ids) for s in out.scheduled},
-        free_blocks=scheduler.kv.pool.num_free,
+        free_blocks=scheduler.kv.num_free,
     )
 
 
@@ -137,7 +138,7 @@ def dry_run(
     max_num_seqs: int = 128,
     long_prefill_token_threshold: int = 0,
     policy: str = "fcfs",
-    enable_prefix_caching: bool = False,
+    prefix_cache: PrefixCache | None = None,
     max_steps: int = 10_000,
 ) -> list[Step]:
     """Schedule the requests to their ends, without a model; every sampled token is 0.
@@ -148,7 +149,7 @@ def dry_run(
     """
     usable = (num_blocks - 1) * block_size
     scheduler = Scheduler(
-        KVCacheManager(num_blocks, block_size, enable_prefix_caching),
+        make_kv(num_blocks, block_size, prefix_cache),
         max_model_len=usable,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,

@@ -128,7 +128,8 @@ def eos_token_ids(folder: Path, raw: dict[str, Any]) -> frozenset[int]:
 def load_model(
     folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> CausalLM:
-    """Build the model and fill it. Every parameter must be there, in its shape, and no other.
+    """Build the model, fill it and fuse it. Every parameter must be there, in its shape, and no
+    other.
 
     Raises ValueError that names the file or the parameters.
     """
@@ -165,7 +166,8 @@ def load_model(
     if config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights, strict=True, assign=True)
-    return model.requires_grad_(False).to(device).eval()
+    model.requires_grad_(False).to(device).eval().fuse()
+    return model
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -105,7 +105,7 @@ def test_a_preempted_request_keeps_the_token_it_had_just_got(llm):
     """Two prompts of 4 in 3 blocks of 4: at length 5 each needs another block, one is free."""
     prompts = [prompt(4), prompt(4, first=50)]
     alone = [llm().generate(p, greedy(6))[0].token_ids for p in prompts]
-    engine = llm(num_blocks=4, enable_prefix_caching=False)
+    engine = llm(num_blocks=4, prefix_cache=None)
     outputs = engine.generate(prompts, greedy(6))
     assert [o.num_preemptions for o in outputs] == [0, 1]
     assert engine.trace[1].preempted == (outputs[1].request_id,)
@@ -162,10 +162,7 @@ def test_slots_follow_the_block_table(llm):
     """Blocks come back in any order after an eviction: each is its own 4 slots, none overlaps."""
     cache = llm(num_blocks=8).runner.cache
     batch = PagedBatch(cache, [Segment(2, 7, [5, 2]), Segment(0, 4, [3])])
-    assert [read.tolist() for read in batch.reads] == [
-        [20, 21, 22, 23, 8, 9, 10],
-        [12, 13, 14, 15],
-    ]
+    assert [table.tolist() for table in batch.tables] == [[5, 2], [3]]
     assert batch.writes.tolist() == [22, 23, 8, 9, 10, 12, 13, 14, 15]
     assert batch.positions.tolist() == [2, 3, 4, 5, 6, 0, 1, 2, 3]
 
@@ -226,7 +223,7 @@ def test_a_chunk_reads_up_to_its_own_end(llm):
     cache = llm(num_blocks=300).runner.cache
     batch = PagedBatch(cache, [Segment(512, 768, list(range(1, 251)))])
     assert batch.lengths == [256]
-    assert [len(read) for read in batch.reads] == [768]
+    assert (batch.ends, [len(table) for table in batch.tables]) == ([768], [192])
     assert batch.masks[0].shape == (256, 768)
     assert batch.masks[0].sum(-1).tolist() == list(range(513, 769))
 

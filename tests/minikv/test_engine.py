@@ -40,12 +40,14 @@ def test_token_forwards_with_and_without_the_cache(engine):
     """100 tokens in, 20 out: 119 go through the model; 2,190 if nothing is remembered."""
     llm = engine()
     output = llm.generate(PROMPT, greedy(20))[0]
+    read = sum(-(-tokens // 4) * 4 for tokens in range(100, 120))  # whole blocks
     assert llm.stats == Stats(
         steps=20,
         token_forwards=119,
         prefill_tokens=100,
         decode_tokens=19,
         prefix_cache_queries=100,
+        copied_bytes=read * llm.kv_bytes_per_token,
         peak_blocks=30,  # 119 tokens in blocks of 4
     )
     llm.stats.reset()
@@ -84,7 +86,7 @@ def test_a_preempted_request_is_looked_up_once(engine):
 
 def test_preemption_costs_computation(engine):
     prompts = [PROMPT[:16], PROMPT[20:36], PROMPT[40:56]]
-    rich, poor = engine(), engine(num_blocks=14, enable_prefix_caching=False)
+    rich, poor = engine(), engine(num_blocks=14, prefix_cache=None)
     assert [o.token_ids for o in rich.generate(prompts, greedy(20))] == [
         o.token_ids for o in poor.generate(prompts, greedy(20))
     ]
@@ -293,5 +295,6 @@ def test_engine_leaves_no_gradients_and_no_training_mode(engine):
     model = llm.runner.model
     assert not model.training
     assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert model.num_weights > sum(parameter.numel() for parameter in model.parameters())
     assert not llm.forward([1, 2, 3]).requires_grad
     assert torch.is_grad_enabled()

@@ -61,13 +61,13 @@ def test_batched_and_chunked(kind, budget, batch, folder, reference):
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("budget", [2048, 24])
-@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("cache", ["hash", "radix", None])
 @pytest.mark.parametrize("kind", ["llama3-rope", "qwen3"])
-def test_preempted(kind, caching, budget, policy, folder, reference):
+def test_preempted(kind, cache, budget, policy, folder, reference):
     """Many requests in a pool for little more than one: most lose their blocks at some time."""
     llm = LLM(folder(kind), dtype="float32", device="cpu", block_size=4, num_blocks=27,
               max_model_len=96, max_num_batched_tokens=budget, scheduling_policy=policy,
-              enable_prefix_caching=caching)  # fmt: skip
+              prefix_cache=cache)  # fmt: skip
     batch = prompts(8)
     ranks = [i % 3 if policy == "priority" else 0 for i in range(len(batch))]
     ids = [llm.add_request(p, GREEDY, priority=rank) for p, rank in zip(batch, ranks, strict=True)]
@@ -80,21 +80,24 @@ def test_preempted(kind, caching, budget, policy, folder, reference):
         tokens, logprobs = reference(kind).greedy(prompt, NUM_OUTPUT)
         assert outputs[request_id].token_ids == tokens
         assert outputs[request_id].logprobs == pytest.approx(logprobs, abs=1e-4)
-    assert llm.scheduler.kv.pool.num_free == 26
+    assert llm.scheduler.kv.num_free == 26
 
 
 @pytest.mark.parametrize("block_size", [1, 16])
-def test_prefix_cache_cold_warm_and_off(block_size, folder, reference):
+@pytest.mark.parametrize("cache", ["hash", "radix"])
+def test_prefix_cache_cold_warm_and_off(cache, block_size, folder, reference):
     options = dict(dtype="float32", device="cpu", block_size=block_size, max_model_len=128)
     batch = prompts(8)
-    on = LLM(folder("qwen3"), **options)
+    on = LLM(folder("qwen3"), prefix_cache=cache, **options)
     cold = assert_equal(on, reference("qwen3"), batch)
-    # The second prompt shares 32 tokens with the first and is admitted in the same step.
+    # The second prompt shares 32 tokens with the first and is admitted in the same step ("hash"),
+    # or when they have been computed ("radix").
+    assert len(on.trace[0].cached) == (8 if cache == "hash" else 7)
     assert [o.cached_tokens for o in cold] == [0, 32, 0, 0, 0, 0, 0, 0]
     warm = assert_equal(on, reference("qwen3"), batch)
     capped = [(len(p) - 1) // block_size * block_size for p in batch]
     assert [o.cached_tokens for o in warm] == capped
-    off = LLM(folder("qwen3"), enable_prefix_caching=False, **options)
+    off = LLM(folder("qwen3"), prefix_cache=None, **options)
     for _ in range(2):
         outputs = assert_equal(off, reference("qwen3"), batch)
         assert not any(o.cached_tokens for o in outputs)

@@ -44,15 +44,16 @@ def test_only_a_few_libraries(name):
     assert tops - set(sys.stdlib_module_names) <= LIBRARIES | {"minikv"}
 
 
-@pytest.mark.parametrize("name", ["scheduler.py", "blocks.py", "request.py"])
+@pytest.mark.parametrize("name", ["scheduler.py", "blocks.py", "radix.py", "request.py"])
 def test_policy_knows_no_tensors(name):
     tops = {module.split(".")[0] for module in imports(FILES[name])}
     assert not tops & {"torch", "numpy", "safetensors", "tokenizers", "jinja2"}
-    assert rooms(FILES[name]) <= {"blocks", "request"}
+    assert rooms(FILES[name]) <= {"blocks", "radix", "request"}
 
 
-def test_the_block_pool_knows_no_requests():
-    assert rooms(FILES["blocks.py"]) == set()
+@pytest.mark.parametrize("name", ["blocks.py", "radix.py"])
+def test_the_caches_know_no_requests(name):
+    assert rooms(FILES[name]) == set()
 
 
 def test_a_request_knows_nobody():
@@ -60,7 +61,8 @@ def test_a_request_knows_nobody():
 
 
 def test_the_model_knows_no_scheduling():
-    assert rooms(FILES["model.py"]) == set()
+    assert rooms(FILES["model.py"]) == {"linear"}
+    assert rooms(FILES["linear.py"]) == set()
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.startswith("attention/")])

@@ -11,15 +11,15 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from minikv import SamplingParams
-from minikv.blocks import KVCacheManager
+from minikv.radix import RadixKVCacheManager
 from minikv.request import Request, RequestStatus
-from minikv.scheduler import Scheduler
+from minikv.scheduler import Scheduler, make_kv
 
 EOS = 3
 
 
-def make(num_blocks, block_size, *, caching=True, max_model_len=10_000, **options):
-    kv = KVCacheManager(num_blocks, block_size, caching)
+def make(num_blocks, block_size, *, cache="hash", max_model_len=10_000, **options):
+    kv = make_kv(num_blocks, block_size, cache)
     return Scheduler(kv, max_model_len=max_model_len, **options)
 
 
@@ -105,12 +105,12 @@ class AnyOrder(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 5),
         threshold=st.integers(0, 6),
         policy=st.sampled_from(["fcfs", "priority"]),
-        caching=st.booleans(),
+        cache=st.sampled_from(["hash", "radix", None]),
     )
-    def start(self, block_size, spare, budget, max_num_seqs, threshold, policy, caching):
+    def start(self, block_size, spare, budget, max_num_seqs, threshold, policy, cache):
         # The least pool in which a request of the greatest length fits, and a little more.
         self.scheduler = make(
-            24 // block_size + 1 + spare, block_size, caching=caching, max_model_len=24,
+            24 // block_size + 1 + spare, block_size, cache=cache, max_model_len=24,
             max_num_batched_tokens=budget, max_num_seqs=max_num_seqs,
             long_prefill_token_threshold=threshold, policy=policy,
         )  # fmt: skip
@@ -156,6 +156,9 @@ class AnyOrder(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         kv = self.scheduler.kv
+        if isinstance(kv, RadixKVCacheManager):
+            tree_books_balance(kv)
+            return
         pool = kv.pool
         owners = [b.block_id for table in kv.tables.values() for b in table]
         free = set(pool.free_queue)
@@ -188,11 +191,31 @@ class AnyOrder(RuleBasedStateMachine):
                 break
             step(self.scheduler, self.model)
         assert all(r.status.finished for r in self.requests), "some request never finishes"
-        assert self.scheduler.kv.pool.num_free == self.scheduler.kv.pool.num_blocks - 1
+        assert self.scheduler.kv.num_free == self.scheduler.kv.num_blocks - 1
         for r in self.requests:
             assert r.num_tokens <= 24
             if r.status is not RequestStatus.FINISHED_ABORTED:
                 assert r.output_token_ids == alone(r), "not what the request gives alone"
+
+
+def tree_books_balance(kv):
+    """A page is free, or in the tree, or one request's own; and never two of these."""
+    tree, nodes = kv.tree, [kv.tree.root]
+    for node in nodes:
+        nodes += node.children.values()
+    cached = [page for node in nodes for page in node.pages]
+    own = [page for table in kv.tables.values() for page in table.pages[table.num_shared :]]
+    pages = sorted(tree.free_pages + cached + own)
+    assert pages == list(range(1, kv.num_blocks)), "a page is lost, or has two places"
+    assert tree.cached_pages == len(cached)
+    assert tree.protected_pages == sum(len(node.pages) for node in nodes if node.locks)
+    for node in nodes[1:]:
+        assert node.locks >= sum(child.locks for child in node.children.values())
+    for table in kv.tables.values():
+        path, node = [], table.node
+        while node is not None:
+            path, node = node.pages + path, node.parent
+        assert table.pages[: table.num_shared] == path, "what is shared is not the tree's"
 
 
 def alone(r):
@@ -219,7 +242,7 @@ test_any_order_of_events = AnyOrder.TestCase
 
 
 def long_and_short(threshold, short_output=1):
-    scheduler = make(100, 16, caching=False, max_num_batched_tokens=128,
+    scheduler = make(100, 16, cache=None, max_num_batched_tokens=128,
                      long_prefill_token_threshold=threshold)  # fmt: skip
     short = request("short", 20, short_output)
     return first_and_last_step(scheduler, [request("long", 1000), short])
@@ -242,7 +265,7 @@ def test_a_threshold_lets_the_short_one_in(short_output, long_done):
 
 def test_two_long_prompts_are_not_admitted_to_a_pool_for_one():
     """100 blocks of 16, two prompts of 75 blocks: the second waits, and nobody is preempted."""
-    scheduler = make(101, 16, caching=False, max_num_batched_tokens=256)
+    scheduler = make(101, 16, cache=None, max_num_batched_tokens=256)
     one, two = request("one", 1200), request("two", 1200)
     _, last = first_and_last_step(scheduler, [one, two])
     assert (one.num_preemptions, two.num_preemptions) == (0, 0)
@@ -251,7 +274,7 @@ def test_two_long_prompts_are_not_admitted_to_a_pool_for_one():
 
 def test_nobody_overtakes():
     """The first in line does not fit yet. A small one behind it would, and waits all the same."""
-    scheduler = make(11, 4, caching=False, max_num_batched_tokens=64)
+    scheduler = make(11, 4, cache=None, max_num_batched_tokens=64)
     requests = [request("a", 24, 5), request("big", 20), request("small", 4)]
     first, _ = first_and_last_step(scheduler, requests)
     assert first == {"a": 1, "big": 6, "small": 6}
@@ -321,7 +344,7 @@ def test_a_step_that_preempts_admits_nobody():
 def test_a_prompt_is_admitted_as_a_whole_or_not_at_all():
     """In the second step there is budget for 4 of its 24 tokens, and 5 blocks are free. It needs 6,
     and could not go on beside "a": it waits until "a" is done."""
-    scheduler = make(11, 4, caching=False, max_num_batched_tokens=12)
+    scheduler = make(11, 4, cache=None, max_num_batched_tokens=12)
     a, b = request("a", 20, 4), request("b", 24)
     first, last = first_and_last_step(scheduler, [a, b])
     assert last["a"] == 5
@@ -374,6 +397,49 @@ def test_reasons_to_end():
     assert end(3, [EOS, 0], max_tokens=2, ignore_eos=True) == ["running", "length"]
     assert end(3, [0, 1], max_tokens=9, stop_token_ids=[1]) == ["running", "stop"]
     assert end(3, [EOS, 1], max_tokens=9, stop_token_ids=[1], ignore_eos=True)[1] == "stop"
+
+
+# ---- a cache that publishes after the pass -----------------------------------------------------
+
+
+def test_a_second_request_stands_back_until_the_first_has_published():
+    """Alike for 8 tokens: "hash" lets both in at once, "radix" the second when it can be hit."""
+    entered = {}
+    for cache in ("hash", "radix"):
+        scheduler = make(40, 4, cache=cache, max_num_batched_tokens=64)
+        model = PretendModel(4)
+        for name, tokens in {"a": [1] * 8 + [2], "b": [1] * 8 + [0], "c": [2] * 9}.items():
+            scheduler.add(request(name, tokens, max_tokens=4))
+        entered[cache] = [step(scheduler, model).admitted for _ in range(2)]
+    assert entered["hash"] == [{"a": 0, "b": 8, "c": 0}, {}]
+    assert entered["radix"] == [{"a": 0, "c": 0}, {"b": 8}]  # and "c" overtook it
+
+
+def test_a_long_prompt_that_is_computed_in_chunks_is_waited_for():
+    scheduler = make(40, 4, cache="radix", max_num_batched_tokens=8)
+    model = PretendModel(4)
+    scheduler.add(request("a", [1] * 20, max_tokens=9))
+    scheduler.add(request("b", [1] * 20, max_tokens=9))
+    admitted = [step(scheduler, model).admitted for _ in range(4)]
+    assert admitted == [{"a": 0}, {}, {"b": 16}, {}]
+
+
+def test_a_request_with_another_salt_does_not_wait():
+    scheduler = make(40, 4, cache="radix", max_num_batched_tokens=64)
+    scheduler.add(request("a", [1] * 9))
+    scheduler.add(request("b", [1] * 9, salt="s"))
+    assert scheduler.schedule().admitted == {"a": 0, "b": 0}
+
+
+def test_the_output_is_published_when_the_request_ends():
+    scheduler = make(40, 4, cache="radix")
+    model = PretendModel(4)
+    first = request("a", [1] * 6, max_tokens=7)
+    scheduler.add(first)
+    while scheduler.has_unfinished:
+        step(scheduler, model)
+    scheduler.add(request("b", [*first.token_ids, 1], max_tokens=1))
+    assert step(scheduler, model).admitted == {"b": 12}  # 6 + 7 tokens, the last never computed
 
 
 def test_a_finished_request_is_finished_once():

@@ -45,7 +45,8 @@ def test_steps_of_one_second_are_those_of_the_dry_run(seed: int) -> None:
         )
         for i, step in enumerate(sorted(rng.randrange(15) for _ in range(8)))
     ]
-    steps = dry_run(arrivals, enable_prefix_caching=True, **settings)
+    settings["prefix_cache"] = rng.choice(["hash", "radix", None])
+    steps = dry_run(arrivals, **settings)
     sent = [Sent(float(a.step), list(a.prompt), a.output) for a in arrivals]
     found = simulate(sent, Cost(1, 0, 0), **settings)
     assert found.steps == len(steps)

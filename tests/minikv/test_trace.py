@@ -17,7 +17,7 @@ def test_the_steps_are_those_of_the_engine(folder):
     arrivals = [
         Arrival(id=str(i), prompt=prompt, output=20 - i) for i, prompt in enumerate(prompts)
     ]
-    assert dry_run(arrivals, enable_prefix_caching=True, **SETTINGS) == list(llm.trace)
+    assert dry_run(arrivals, prefix_cache="hash", **SETTINGS) == list(llm.trace)
     assert llm.stats.preemptions > 0
 
 

@@ -29,6 +29,7 @@ from kvlab.engines.protocol import (
 )
 from minikv import LLM, RequestOutput, SamplingParams
 from minikv.request import Piece
+from minikv.scheduler import PrefixCache
 
 
 def start(
@@ -40,9 +41,10 @@ def start(
     max_model_len: int = 1024,
     max_num_batched_tokens: int = 1024,
     max_num_seqs: int = 16,
-    enable_prefix_caching: bool = True,
+    prefix_cache: PrefixCache | None = "hash",
 ) -> MiniKV:
-    """Load a model into minikv. Arguments and defaults are those of `kvlab.engines.vllm.start`.
+    """Load a model into minikv. Arguments and defaults are those of `kvlab.engines.vllm.start`,
+    but for `prefix_cache`: "hash", "radix" or None, see `minikv.LLM`.
 
     Raises EngineError where minikv says that something does not fit, and
     kvlab.models.ModelError if no model has that name.
@@ -55,7 +57,7 @@ def start(
         max_model_len=max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
-        enable_prefix_caching=enable_prefix_caching,
+        prefix_cache=prefix_cache,
     ).restart()
 
 

@@ -955,7 +955,7 @@ def _admission_run(
         for i, (prompt, output) in enumerate(requests)
     ]
     try:
-        with patch("minikv.trace.KVCacheManager", manager):
+        with patch("minikv.scheduler.KVCacheManager", manager):
             return dry_run(arrivals, max_steps=400, **settings)
     except RuntimeError as error:  # the learner's own as well
         if not str(error).startswith("not done after"):

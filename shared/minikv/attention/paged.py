@@ -11,9 +11,9 @@ row is its *slot*.
 A layer first writes the keys and values of all rows of the batch into their slots, then lets each
 request's queries read. In this order a request may read what another computes in the same pass.
 
-Reading here is a gather: the request's blocks are copied into one contiguous piece, and dense
-attention runs on it. That is what paging costs without a kernel of its own: an extra copy of all KV
-that is read. A paged kernel follows the block table instead.
+Reading here is a gather: the request's blocks are copied, whole, into one contiguous piece, and
+dense attention runs on it. That is what paging costs without a kernel of its own: an extra copy of
+all KV that is read (`copied_bytes`). A paged kernel follows the block table instead.
 """
 
 from __future__ import annotations
@@ -62,30 +62,41 @@ class PagedBatch:
     """Attention for one step over the KV cache. Made once a step, called once a layer.
 
     segments: in the order of the rows; the rows of segment i follow those of segment i - 1.
+    positions: int64 [T], of each row in its request.
+    writes: int64 [T], the slot of each row.
+    tables: for each segment, int64, the blocks that hold its tokens 0 .. end - 1.
+    copied_bytes: of keys and values, copied so far to read them.
     """
 
     def __init__(self, cache: KVCache, segments: Sequence[Segment]) -> None:
         device, size = cache.k[0].device, cache.block_size
         self.cache = cache
         self.lengths = [s.end - s.start for s in segments]
-        self.positions = torch.cat([torch.arange(s.start, s.end) for s in segments]).to(device)
-        slots: list[Tensor] = []  # of each segment: the slots of tokens 0 .. end - 1
-        for s in segments:
-            table = torch.tensor(s.block_ids)[: -(-s.end // size)]
-            slots.append((table[:, None] * size + torch.arange(size)).flatten()[: s.end].to(device))
-        self.reads = slots
-        self.writes = torch.cat([r[s.start :] for r, s in zip(slots, segments, strict=True)])
+        rows = [(s, i) for s in segments for i in range(s.start, s.end)]
+        self.positions = torch.tensor([i for _, i in rows], device=device)
+        self.writes = torch.tensor(
+            [s.block_ids[i // size] * size + i % size for s, i in rows], device=device
+        )
+        self.ends = [s.end for s in segments]
+        self.tables = [
+            torch.tensor(s.block_ids[: -(-s.end // size)], device=device) for s in segments
+        ]
         self.masks = [_causal_mask(s, device) for s in segments]
+        self.copied_bytes = 0
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, heads, head_dim], k and v [T, kv_heads, head_dim] -> [T, heads, head_dim]."""
-        k_slots, v_slots = self.cache.k[layer].flatten(0, 1), self.cache.v[layer].flatten(0, 1)
-        k_slots[self.writes] = k
-        v_slots[self.writes] = v
-        out = [
-            attend(rows, k_slots[read], v_slots[read], mask)
-            for rows, read, mask in zip(q.split(self.lengths), self.reads, self.masks, strict=True)
-        ]
+        k_blocks, v_blocks = self.cache.k[layer], self.cache.v[layer]
+        k_blocks.flatten(0, 1).index_copy_(0, self.writes, k)
+        v_blocks.flatten(0, 1).index_copy_(0, self.writes, v)
+        out = []
+        for rows, table, end, mask in zip(
+            q.split(self.lengths), self.tables, self.ends, self.masks, strict=True
+        ):
+            keys, values = k_blocks.index_select(0, table), v_blocks.index_select(0, table)
+            self.copied_bytes += keys.nbytes + values.nbytes
+            # The last block may be full of what nobody has written yet: cut it off.
+            out.append(attend(rows, keys.flatten(0, 1)[:end], values.flatten(0, 1)[:end], mask))
         return torch.cat(out)
 
 
