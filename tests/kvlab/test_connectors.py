@@ -306,6 +306,8 @@ def test_lmcache(mode, tmp_path: Path, reference: Completion) -> None:
         with vllm.start(MODEL, connector=connector) as engine:
             assert same(ask(engine), reference)
             assert same(after_reset(engine), reference)
+            for name in ("mq_timeout", "heartbeat_interval"):  # of which LMCache's docstring tells
+                assert f"lmcache.mp.{name} = 6.0 (overridden" in engine.log.read_text()
             if mode == "engine_driven":
                 # A file for each chunk of 128, named by a key that follows from the tokens.
                 keys = {key.hex() for key in lmcache.chunk_keys(PROMPT, 128)}

@@ -208,6 +208,7 @@ def test_cache_aware_and_round_robin_differ() -> None:
             # One replica is gone: the other one answers.
             assert within(60, lambda: _answers(front))
             assert front.metrics()
+            a.stop()  # what is left of it, its port
             with taken(a.port) as other:
                 for ask in (front.generate, front.wire, lambda p: next(front.stream(p))):
                     with pytest.raises(EngineError, match="port that may be another program's"):

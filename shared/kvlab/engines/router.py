@@ -117,7 +117,11 @@ class Router(Native):
         if self._known != [replica.ports for replica in self.replicas]:
             return True
         ended = [replica for replica in self.replicas if not replica.is_alive]
-        return not all(_port_is_free(replica.port) for replica in ended)
+        return not all(
+            # Its main process may have ended before the others, which hold its port as well.
+            _port_is_free(replica.port) or replica._listens(replica._begun, replica.port)
+            for replica in ended
+        )
 
     def _where(self) -> list[str]:
         if _PAIR in self._flags:
