@@ -8,6 +8,7 @@ was seen, where, when.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import random
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvlab import environments, report
-from kvlab.engines.process import Scratch
+from kvlab.engines.process import Scratch, System
 from kvlab.engines.protocol import Completion, Counting, Engine, EngineError
 from kvlab.measure import settled
 from kvlab.paths import ROOT, SetupError
@@ -104,6 +105,20 @@ def _talk(engine: Engine, lasting: int = 0) -> Seen:
     return counted(dict(conversation(engine, lasting)))
 
 
+@contextlib.contextmanager
+def naming(*systems: System) -> Iterator[None]:
+    """Inside the `with` block these systems work together; an error then names those of them that
+    have ended, for an engine whose cache is gone only says that it found nothing."""
+    try:
+        yield
+    except EngineError as error:
+        ended = [one for one in systems if not one.is_alive and one.name not in str(error)]
+        if not ended:
+            raise
+        told = ", ".join(f"{one.name} (its log: {one.log})" for one in ended)
+        raise EngineError(f"{error} Ended meanwhile: {told}.", error.log) from error
+
+
 def _count(engine: Counting, name: str) -> int:
     """One of its counters, once that stands still; 0 where it has never moved."""
     return int(settled(lambda: engine.metrics().get(name, 0)))
@@ -140,7 +155,11 @@ def _hicache() -> Seen:
 def _lmcache() -> Seen:
     from kvlab.engines import lmcache, vllm
 
-    with lmcache.start() as cache, vllm.start(MODEL, connector=cache.connector()) as engine:
+    with (
+        lmcache.start() as cache,
+        vllm.start(MODEL, connector=cache.connector()) as engine,
+        naming(cache, engine),
+    ):
         return _talk(engine, lasting=384)
 
 
@@ -149,8 +168,9 @@ def _store() -> Seen:
 
     with (
         mooncake.start() as master,
-        master.client(segment_bytes=128 << 20),
+        master.client(segment_bytes=128 << 20) as holder,
         vllm.start(MODEL, connector=vllm_connectors.to_mooncake(master)) as engine,
+        naming(master, holder, engine),
     ):
         return _talk(engine, lasting=448) | {"objects": int(master.metrics()["master_key_count"])}
 
@@ -158,7 +178,7 @@ def _store() -> Seen:
 def _transfer_engine() -> Seen:
     from kvlab.engines import transfer_engine
 
-    with transfer_engine.start(1 << 20) as a, transfer_engine.start(1 << 20) as b:
+    with transfer_engine.start(1 << 20) as a, transfer_engine.start(1 << 20) as b, naming(a, b):
         b.register()
         a.register()
         a.fill(0, bytes(PROMPT))
@@ -169,7 +189,7 @@ def _transfer_engine() -> Seen:
 def _nixl() -> Seen:
     from kvlab.engines import vllm_pd
 
-    with vllm_pd.start(MODEL) as pair:
+    with vllm_pd.start(MODEL) as pair, naming(pair.prefill, pair.decode):
         answer, alone = ask(pair), ask(pair.prefill)
         head = 'vllm:prompt_tokens_by_source_total{source="%s"}'
         return {
@@ -182,7 +202,7 @@ def _nixl() -> Seen:
 def _sglang_pair() -> Seen:
     from kvlab.engines import sglang, sglang_pd
 
-    with sglang_pd.start(MODEL) as pair:
+    with sglang_pd.start(MODEL) as pair, naming(pair.prefill, pair.decode, pair.front):
         answer = ask(pair)
         counted = 'sglang:realtime_tokens_total{mode="prefill_compute"}'
         seen: Seen = {
@@ -201,7 +221,7 @@ def _router() -> Seen:
         for policy in ("round_robin", "cache_aware"):
             reset(a)
             reset(b)
-            with router.start([a, b], policy=policy) as front:
+            with router.start([a, b], policy=policy) as front, naming(a, b, front):
                 seen[policy] = sum(ask(front).cached_tokens for _ in range(4))
         return seen
 

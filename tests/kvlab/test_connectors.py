@@ -11,7 +11,7 @@ import random
 import re
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ import pytest
 from engine_help import need, within
 from lab_06_tables import LINES_4, columns, told
 
-from kvlab.engines import lmcache, mooncake, vllm, vllm_connectors, vllm_pd
+from kvlab.engines import lmcache, mooncake, sglang, vllm, vllm_connectors, vllm_pd
 from kvlab.engines.mooncake import Master, Store
+from kvlab.engines.process import System
 from kvlab.engines.protocol import Completion, EngineError
 from kvlab.engines.vllm import VLLM
 
@@ -126,6 +127,59 @@ def block_hashes(tokens: list[int], size: int = 32) -> list[bytes]:
     return found
 
 
+# What is no connector, told before anything runs.
+
+
+def test_what_is_no_connector_is_told_what_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(System, "start", lambda self: self)
+    cache, master = lmcache.start(chunk_size=96), mooncake.start()
+    with pytest.raises(EngineError, match=r"connector=cache\.connector\(\).*LMCache"):
+        vllm.start(MODEL, connector=cache)  # type: ignore[arg-type]
+    for other in (master, "lmcache", {"kv_connector": "X"}, cache.connector):
+        with pytest.raises(EngineError, match="connector is what makes vLLM use a system"):
+            vllm.start(MODEL, connector=other)  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match="chunk_size that is a multiple of 64"):
+        vllm.start(MODEL, connector=cache.connector(), block_size=64)
+    assert vllm.start(MODEL, connector=cache.connector(), block_size=32)
+    with pytest.raises(EngineError, match="block_size is a whole number"):
+        vllm.start(MODEL, block_size="32")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: lmcache.start(chunk_size=0), "chunk_size is a whole number from 1 on, and not 0"),
+        (lambda: lmcache.start(chunk_size="128"), "chunk_size is a whole number"),
+        (lambda: lmcache.start(memory_bytes=0.5), "memory_bytes is a whole number"),
+        (lambda: lmcache.start(folder=5), "folder is a path, or None"),
+        (lambda: _lmcache().connector("engine"), "mode is one of engine_driven, lmcache_driven"),
+        (lambda: _lmcache().connector(_lmcache()), "mode is one of"),
+        (lambda: vllm_connectors.to_disk(None), "folder is a path"),
+        (lambda: vllm_connectors.to_host("64M"), "memory_bytes is a whole number"),
+        (lambda: vllm_connectors.to_store("127.0.0.1:1"), r"what mooncake.start\(\) gives"),
+        (lambda: vllm_connectors.to_mooncake(None), r"what mooncake.start\(\) gives"),
+        (lambda: vllm_connectors.over_nixl("prefill"), "role is kv_producer"),
+        (lambda: sglang.start(MODEL, hicache=True), "hicache is a sglang.HiCache"),
+        (lambda: sglang.HiCache(ratio="2"), "ratio is a number above 0"),
+        (lambda: sglang.HiCache(folder=5), "folder is a path"),
+        (lambda: sglang.HiCache(master="127.0.0.1:1"), r"what mooncake.start\(\) gives"),
+        (lambda: sglang.HiCache(segment_bytes="64M"), "segment_bytes is a whole number"),
+        (lambda: sglang.start(MODEL, page_size="16"), "page_size is a whole number"),
+        (lambda: sglang.start(MODEL, disaggregation="both"), "disaggregation is prefill, decode"),
+    ],
+)
+def test_settings_of_the_wrong_kind_are_told_before_a_start(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[[], object], told: str
+) -> None:
+    monkeypatch.setattr(System, "start", lambda self: pytest.fail("it was started"))
+    with pytest.raises(EngineError, match=told):
+        make()
+
+
+def _lmcache() -> lmcache.LMCache:
+    return lmcache.LMCache(chunk_size=128, memory_bytes=1, folder=None, port=None, deadline=1)
+
+
 # Mooncake Store, through the course's connector and through vLLM's own.
 
 
@@ -202,12 +256,22 @@ def poisoned(engine: VLLM, client: Store) -> None:
 
 
 def test_vllms_own_mooncake_connector(reference: Completion) -> None:
-    with mooncake.start() as master, master.client(segment_bytes=128 << 20):
+    # It counts the holder as alive for as long as the test may take.
+    with (
+        mooncake.start(client_ttl_seconds=600) as master,
+        master.client(segment_bytes=128 << 20) as holder,
+    ):
         connector = vllm_connectors.to_mooncake(master)
         with vllm.start(MODEL, connector=connector) as engine:
             assert same(ask(engine), reference)
             assert same(after_reset(engine), reference)
         with vllm.start(MODEL, connector=connector) as engine:
+            assert ask(engine).cached_tokens == FULL
+            # The holder is gone, and the master does not know it yet: it is computed, and kept.
+            os.kill(holder.pid, signal.SIGKILL)
+            assert within(30, engine.reset_prefix_cache)
+            assert same(ask(engine), reference)
+            assert "Failed to get" in engine.log.read_text()
             assert ask(engine).cached_tokens == FULL
 
 
@@ -242,14 +306,15 @@ def test_lmcache(mode, tmp_path: Path, reference: Completion) -> None:
         with vllm.start(MODEL, connector=connector) as engine:
             assert same(ask(engine), reference)
             assert same(after_reset(engine), reference)
+            for name in ("mq_timeout", "heartbeat_interval"):  # of which LMCache's docstring tells
+                assert f"lmcache.mp.{name} = 6.0 (overridden" in engine.log.read_text()
             if mode == "engine_driven":
                 # A file for each chunk of 128, named by a key that follows from the tokens.
                 keys = {key.hex() for key in lmcache.chunk_keys(PROMPT, 128)}
                 assert within(30, lambda: keys == {f.stem[-64:] for f in tmp_path.rglob("*.data")})
                 # It goes and comes back, which the engine has to notice: L1 is lost, files stay.
-                cache.stop()
-                assert within(60, lambda: "entering degraded mode" in engine.log.read_text())
-                cache.start()
+                cache.restart()
+                assert "entering degraded mode" in engine.log.read_text()
                 assert within(60, lambda: "resuming normal" in engine.log.read_text())
                 assert same(after_reset(engine), reference)
             cache.stop()

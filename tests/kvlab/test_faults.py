@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,17 +15,51 @@ from typing import Any
 import psutil
 import pytest
 from engine_help import need, within
+from stand_in import StandIn
 
-from kvlab import supervisor
+from kvlab import supervisor, systems
 from kvlab.engines import lmcache, mooncake, router, sglang, transfer_engine, vllm
 from kvlab.engines.lmcache import LMCache
-from kvlab.engines.process import System
+from kvlab.engines.process import System, telling_lines
+from kvlab.engines.protocol import EngineError
 from kvlab.paths import ROOT
 
 need("vllm", "sglang", "router")
 
 MODEL = "tiny-random"
 PROMPT = [random.Random(1).randrange(10, 250) for _ in range(401)]
+
+
+# What it says.
+
+
+def test_an_error_that_mentions_info_is_told(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text(
+        "INFO 11-30 05:12:01 [x.py:1] ValueError: of no harm: as a line of INFO\n"
+        "(Worker pid=7) INFO 11-30 05:12:01 [x.py:1] RuntimeError: nor that\n"
+        "[2026-11-30 05:12:01] INFO: OSError: nor that\n"
+        "(EngineCore pid=7) ERROR 11-30 05:12:02 [x.py:2] torch.distributed.DistBackendError: NCCL "
+        "error, run with NCCL_DEBUG=INFO for details\n"
+        "RuntimeError: INFO was not enough\n"
+    )
+    assert telling_lines(log) == [
+        "torch.distributed.DistBackendError: NCCL error, run with NCCL_DEBUG=INFO for details",
+        "RuntimeError: INFO was not enough",
+    ]
+
+
+def test_a_look_names_who_died() -> None:
+    """What a connector says of it: fewer tokens than were stored."""
+    with StandIn().start() as cache, StandIn().start() as engine:
+        cache.name, engine.name = "cache", "engine"
+        with pytest.raises(EngineError, match=r"^0 tokens$"), systems.naming(cache, engine):
+            raise EngineError("0 tokens")
+        os.kill(cache.pid, signal.SIGKILL)
+        assert within(10, lambda: not cache.is_alive)
+        with pytest.raises(EngineError) as told, systems.naming(cache, engine):
+            raise EngineError("0 tokens")
+        assert str(told.value) == f"0 tokens Ended meanwhile: cache (its log: {cache.log})."
 
 
 # A full disk.
@@ -154,8 +190,8 @@ sys.path[:0] = [{str(ROOT / "shared")!r}, {str(Path(__file__).parent)!r}]
 import test_faults
 running = test_faults.SYSTEMS[sys.argv[1]]()
 count = int(sys.argv[2])
-systems = [next(running) for _ in range(count)]
-print(json.dumps([test_faults.traces(system) for system in systems]), flush=True)
+started = [next(running) for _ in range(count)]
+print(json.dumps([test_faults.traces(system) for system in started]), flush=True)
 time.sleep(600)
 """
 

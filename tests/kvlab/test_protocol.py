@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from engine_help import need, within
 
-from kvlab.engines import minikv, sglang, vllm
+from kvlab.engines import minikv, router, sglang, vllm
 from kvlab.engines.generating import GeneratingServer
+from kvlab.engines.process import System
 from kvlab.engines.protocol import Completion, Engine, EngineError, complete
 
 need("vllm", "sglang")
@@ -98,6 +99,26 @@ def test_the_cache_is_used_salted_and_reset(engine: Engine) -> None:
     assert engine.generate(TOKENS, max_tokens=2, cache_salt="x").cached_tokens > 0
     assert engine.reset_prefix_cache()
     assert engine.generate(TOKENS, max_tokens=2).cached_tokens == 0
+
+
+def test_a_salt_is_a_text_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same rule for all, told before anything is sent: nothing runs here but minikv."""
+    monkeypatch.setattr(System, "start", lambda self: self)
+    behind, alone = sglang.start("tiny-random"), vllm.start("tiny-random")
+    front = router.start([behind])
+    with minikv.start("tiny-random") as inside:
+        for ask in (
+            *(behind.body, behind.generate, alone.body, alone.generate, front.body, front.generate),
+            inside.generate,
+            lambda *asked, **options: next(inside.stream(*asked, **options)),
+        ):
+            for salt in ("", 5, b"a", ["a"]):
+                with pytest.raises(EngineError, match="A cache_salt is a text that is not empty"):
+                    ask([5, 6, 7], cache_salt=salt)
+        assert inside.generate([5, 6, 7], cache_salt="a", max_tokens=1).token_ids
+    for engine in (behind, alone):
+        assert engine.body([5, 6, 7], cache_salt="a")["cache_salt"] == "a"
+        assert "cache_salt" not in engine.body([5, 6, 7], cache_salt=None)
 
 
 def test_options(engine: Engine) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import psutil
 import pytest
 from engine_help import need, within
 
-from kvlab import supervisor
+from kvlab import measure, supervisor
 from kvlab.engines import mooncake, router, sglang, sglang_pd, vllm_pd
 from kvlab.engines.process import TOKEN
 from kvlab.engines.protocol import EngineError
@@ -115,6 +117,17 @@ def test_an_inner_process_is_killed() -> None:
         assert within(30, lambda: not engine.is_alive)
 
 
+def test_counting_gives_what_lies_between(engine: SGLang) -> None:
+    """SGLang counts some moments behind its answers, and its CPU's seconds without a request."""
+    with measure.counting(engine) as counted:
+        engine.generate(PROMPT, max_tokens=2)
+        engine.generate(PROMPT, max_tokens=2)
+    assert counted.by_source() == {"input": 400 + 16, "device_hit": 384}
+    with measure.counting(engine) as counted:
+        pass
+    assert counted.changed == {}
+
+
 # HiCache.
 
 
@@ -195,8 +208,31 @@ def test_cache_aware_and_round_robin_differ() -> None:
             # One replica is gone: the other one answers.
             assert within(60, lambda: _answers(front))
             assert front.metrics()
+            a.stop()  # what is left of it, its port
+            with taken(a.port) as other:
+                for ask in (front.generate, front.wire, lambda p: next(front.stream(p))):
+                    with pytest.raises(EngineError, match="port that may be another program's"):
+                        ask(PROMPT)
+                a.start()  # at another port
+                with pytest.raises(EngineError, match="port that may be another program's"):
+                    front.generate(PROMPT)
+                with pytest.raises(BlockingIOError):  # nobody has come to it, with the key or not
+                    other.accept()
+            assert front.restart().generate(PROMPT, max_tokens=2).token_ids
+        a.stop()
         with pytest.raises(EngineError, match="is stopped"):
             router.start([a, b])
+
+
+@contextlib.contextmanager
+def taken(port: int) -> Iterator[socket.socket]:
+    """Another program's socket that listens there."""
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        other.setblocking(False)
+        yield other
 
 
 def _answers(front: router.Router) -> bool:
@@ -230,12 +266,14 @@ def test_prefill_and_decode_apart(engine: SGLang) -> None:
             pair.front.generate(PROMPT, max_tokens=1)
         with pytest.raises(EngineError, match=r"restart\(\)"):  # at once
             pair.generate(PROMPT, max_tokens=1)
-        with socket.socket() as other:  # so that it comes back with other ports
-            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            other.bind(("127.0.0.1", pair.decode.port))
-            other.listen()
+        with taken(pair.decode.port):  # so that it comes back with other ports
             pair.start()
         assert pair.generate(PROMPT, max_tokens=8).token_ids[0] == alone.token_ids[0]
+        # The decode side runs on, and holds nothing of the prefill side before against the new one.
+        decode = pair.decode.pid
+        pair.prefill.restart()
+        assert pair.generate(PROMPT[1:], max_tokens=8).cached_tokens == 0
+        assert pair.decode.pid == decode
         # More than the decode side's pool of 2,048 tokens: one of three has to wait, and its KV
         # to leave the pool and come back.
         prompts = [PROMPT[:200], PROMPT[:50], PROMPT[3:203]]

@@ -21,19 +21,28 @@ from __future__ import annotations
 
 import json
 import struct
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import blake3
 
 from kvlab.engines import room
 from kvlab.engines.process import Supervised
+from kvlab.engines.protocol import EngineError, whole
 from kvlab.engines.server import Server
 from kvlab.engines.vllm import Connector
+from kvlab.progress import Line
 
 ENVIRONMENT = "vllm"
 """Whose Python has lmcache: vLLM's environment, for its connector uses it too."""
+
+_MODES = ("engine_driven", "lmcache_driven")
+_PATIENCE = 6
+"""Seconds that an engine waits for an answer, and that lie between two of its pings."""
+_NOTICED = 2 * _PATIENCE + 1
+"""Seconds after which an engine has noticed for sure: one ping may just have been answered."""
 
 _QUIET = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1"}
 
@@ -66,11 +75,12 @@ def start(
 class LMCache(Server):
     """An LMCache server; `start` makes one.
 
-    An engine notices that its server has gone by a ping that fails, at the latest after 20 s, and
-    meets it anew when pings come back: vLLM's log says "entering degraded mode" and "resuming
-    normal operation". A server that is back sooner, as with restart(), may go unnoticed; the engine
-    then waits for each lookup and finds nothing (0.5.6, HeartbeatThread of
-    lmcache/integration/vllm/vllm_multi_process_adapter.py). Stop it, wait, and start it.
+    An engine notices that its server has gone by a ping that fails, at the latest after 12 s: the
+    log of vLLM says "entering degraded mode". Until then each of its calls waits 6 s: a request
+    that looks up, computes, and stores in two calls waits 18 s. When pings are answered again the
+    engine registers its KV anew, "resuming normal operation"; one that had no request yet sends no
+    pings, and has to be restarted with the server (0.5.6,
+    lmcache/integration/vllm/vllm_multi_process_adapter.py).
     """
 
     name = "LMCache"
@@ -88,10 +98,16 @@ class LMCache(Server):
         port: int | None,
         deadline: float,
     ) -> None:
+        chunk_size = whole("chunk_size", chunk_size)
+        memory_bytes = whole("memory_bytes", memory_bytes)
+        if folder is not None and not isinstance(folder, (str, Path)):
+            raise EngineError(f"folder is a path, or None for no L2, and not {folder!r:.80}.")
         super().__init__(f"with {memory_bytes >> 20} MiB", port=port, deadline=deadline)
         self.chunk_size = chunk_size
         self._memory_bytes = memory_bytes
         self.folder = folder
+        self._is_used = False
+        """Whether an engine may have registered its KV with it."""
         self._flags = [
             *("--chunk-size", str(chunk_size)),
             *("--l1-size-gb", str(memory_bytes / (1 << 30))),
@@ -127,24 +143,44 @@ class LMCache(Server):
     ) -> Connector:
         """What makes vLLM use this server.
 
-        Who copies: the engine, or the server out of memory that both share.
+        Who copies: the engine, or the server out of memory that both share. KV that does not come
+        is computed. Raises EngineError.
         """
+        if mode not in _MODES:
+            raise EngineError(f"mode is one of {', '.join(_MODES)}, and not {mode!r:.80}.")
+        self._is_used = True
         return Connector(
             lambda: {
                 "kv_connector": "LMCacheMPConnector",
                 "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": {
                     "lmcache.mp.host": "tcp://127.0.0.1",
                     "lmcache.mp.port": self.ports["zmq"],
                     "lmcache.mp.mp_transfer_mode": mode,
-                    # Its default is 300: so long would a request stand still that comes between
-                    # the end of the server and the heartbeat, every 10 s, that notices it.
-                    "lmcache.mp.mq_timeout": 20,
+                    # By default a call waits 300 s, and a ping comes every 10 s: so long would
+                    # requests stand still that come between the end of the server and the ping
+                    # that notices it.
+                    "lmcache.mp.mq_timeout": _PATIENCE,
+                    "lmcache.mp.heartbeat_interval": _PATIENCE,
                 },
             },
             server=self,
             variables=_QUIET,
+            chunk_size=self.chunk_size,
         )
+
+    def restart(self) -> Self:
+        """Stop, and start again when the engines that use it have noticed, after 13 s: one that
+        had not would not register its KV anew, wait for each of its calls, and find nothing."""
+        self.stop()
+        if self._is_used:
+            with Line(self._title) as line:
+                until = time.monotonic() + _NOTICED
+                while time.monotonic() < until:
+                    line.tick(lambda seconds: f"engines notice that it stopped, {seconds:.0f} s")
+                    time.sleep(0.1)
+        return self.start()
 
     # What is known about it.
 

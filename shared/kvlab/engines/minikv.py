@@ -25,6 +25,7 @@ from kvlab.engines.protocol import (
     Options,
     Prompt,
     Prompts,
+    checked_salt,
     is_one,
 )
 from minikv import LLM, RequestOutput, SamplingParams
@@ -100,7 +101,7 @@ class MiniKV:
         with _plainly():
             params = SamplingParams(max_tokens=max_tokens, temperature=temperature, **sampling)
             prompts = cast(list[Prompt], [prompt] if one else prompt)
-            outputs = self.llm.generate(prompts, params, cache_salt=cache_salt)
+            outputs = self.llm.generate(prompts, params, cache_salt=checked_salt(cache_salt))
         completions = [_completion(output) for output in outputs]
         return completions[0] if one else completions
 
@@ -118,7 +119,7 @@ class MiniKV:
             raise EngineError("stream() takes one prompt; generate() takes several.")
         with _plainly():
             params = SamplingParams(max_tokens=max_tokens, temperature=temperature, **sampling)
-            pieces = self.llm.stream(prompt, params, cache_salt=cache_salt)
+            pieces = self.llm.stream(prompt, params, cache_salt=checked_salt(cache_salt))
             for p in pieces:
                 end = {} if p.finish_reason is None else _end(p)
                 yield Chunk(p.text, p.token_ids, p.logprobs, p.finish_reason, **end)

@@ -6,6 +6,12 @@
         store.put("a", b"hello")
         print(store.get("a"), store.replicas("a"))
 
+vLLM uses the store through a connector, its own or the course's:
+
+    from kvlab.engines import vllm, vllm_connectors
+
+    vllm.start(connector=vllm_connectors.to_mooncake(master))  # or to_store(master)
+
 The master moves no bytes: clients lend memory (a *segment*) and copy from one another's, here over
 TCP. Checked against mooncake-transfer-engine 0.3.13.post1, whose flags `mooncake_master --help`
 lists. Master and metrics listen on loopback. A client's Transfer Engine listens on all interfaces,
@@ -21,7 +27,7 @@ import psutil
 
 from kvlab.engines import room
 from kvlab.engines.process import Supervised
-from kvlab.engines.protocol import EngineError
+from kvlab.engines.protocol import EngineError, whole
 from kvlab.engines.server import Server
 from kvlab.engines.worker import Worker
 
@@ -92,8 +98,8 @@ class Master(Server):
     ) -> None:
         super().__init__(port=port, deadline=deadline)
         self._flags = [
-            f"--default_kv_lease_ttl={lease_ms}",
-            f"--client_ttl={client_ttl_seconds}",
+            f"--default_kv_lease_ttl={whole('lease_ms', lease_ms)}",
+            f"--client_ttl={whole('client_ttl_seconds', client_ttl_seconds)}",
         ]
 
     def _command(self) -> list[str]:
@@ -150,6 +156,8 @@ class Store(Worker):
     def __init__(
         self, master: Master, segment_bytes: int, buffer_bytes: int, deadline: float
     ) -> None:
+        segment_bytes = whole("segment_bytes", segment_bytes, least=0)
+        buffer_bytes = whole("buffer_bytes", buffer_bytes)
         super().__init__(f"with {segment_bytes >> 20} MiB", deadline=deadline)
         self._master = master
         self._bytes = {"segment_bytes": segment_bytes, "buffer_bytes": buffer_bytes}
@@ -193,37 +201,45 @@ class Store(Worker):
         the client on which it should lie, if there is such one and it has room. A soft pin makes
         eviction take others first, a hard pin forbids it. Raises StoreError.
         """
+        if not isinstance(segment, str):
+            raise EngineError(f"segment is a client's .segment, and not {segment!r:.80}.")
         code = self.call(
             "put",
-            key=key,
-            value=value,
-            replicas=replicas,
+            key=_key(key),
+            value=_value(key, value),
+            replicas=whole("replicas", replicas),
             segment=segment,
-            soft_pin=soft_pin,
-            hard_pin=hard_pin,
+            soft_pin=bool(soft_pin),
+            hard_pin=bool(hard_pin),
         )
         self._checked(f"put {key!r}", code)
 
     def put_many(self, values: dict[str, bytes]) -> None:
         """Keep several objects with one call. Raises StoreError."""
-        self._checked("put_many", self.call("put_many", values=values))
+        if not isinstance(values, dict):
+            raise EngineError(f"values is a dict of keys and their bytes, and not {values!r:.80}.")
+        checked = {_key(key): _value(key, value) for key, value in values.items()}
+        self._checked("put_many", self.call("put_many", values=checked))
 
     def get(self, key: str) -> bytes | None:
         """An object's bytes; None if there is none, or if whoever holds it does not answer.
 
         It grants a lease: the object stays for `lease_ms` from now. Raises StoreError.
         """
-        value: bytes = self.call("get", key=key)
+        value: bytes = self.call("get", key=_key(key))
         if not value:
-            self._need_master(key)
+            self._need_master(f"get {key!r}", key)
         return value or None
 
     def get_many(self, keys: list[str]) -> list[bytes | None]:
         """As get() for each; the master is asked once."""
+        if not isinstance(keys, (list, tuple)):
+            raise EngineError(f"keys is a list of texts, and not {keys!r:.80}: get() takes one.")
+        keys = [_key(key) for key in keys]
         values = self.call("get_many", keys=keys) if keys else []
         missing = [key for key, value in zip(keys, values, strict=True) if not value]
         if missing:
-            self._need_master(missing[0])
+            self._need_master("get_many", missing[0])
         return [value or None for value in values]
 
     def exists(self, key: str) -> bool:
@@ -231,15 +247,15 @@ class Store(Worker):
 
         Raises StoreError, for "I do not know" is no answer to that.
         """
-        return bool(self._checked(f"exists {key!r}", self.call("exists", keys=[key])[0]))
+        return bool(self._checked(f"exists {key!r}", self._exists(key)))
 
     def size(self, key: str) -> int:
         """Bytes of an object. Raises StoreError, -704 if there is none."""
-        return self._checked(f"size {key!r}", self.call("size", key=key))
+        return self._checked(f"size {key!r}", self.call("size", key=_key(key)))
 
     def remove(self, key: str, *, force: bool = False) -> None:
         """Remove an object; with `force`, also one with a lease. Raises StoreError."""
-        self._checked(f"remove {key!r}", self.call("remove", key=key, force=force))
+        self._checked(f"remove {key!r}", self.call("remove", key=_key(key), force=bool(force)))
 
     def remove_all(self) -> int:
         """Remove what has no lease; returns how many that were. Raises StoreError."""
@@ -247,17 +263,36 @@ class Store(Worker):
 
     def replicas(self, key: str) -> list[Replica]:
         """Where an object lies; empty if the master knows none of that name. Raises StoreError."""
-        found = [Replica(**one) for one in self.call("replicas", key=key)]
+        found = [Replica(**one) for one in self.call("replicas", key=_key(key))]
         if not found:
-            self._need_master(key)
+            self._need_master(f"replicas {key!r}", key)
         return found
 
-    def _need_master(self, key: str) -> None:
-        """Raise StoreError where nothing was found because the master does not answer: Mooncake
-        tells that apart from "no such object" only when asked so."""
-        self.exists(key)
+    def _exists(self, key: str) -> int:
+        code: int = self.call("exists", keys=[_key(key)])[0]
+        return code
+
+    def _need_master(self, what: str, key: str) -> None:
+        """Raise StoreError where `what` found nothing because the master does not answer: Mooncake
+        tells that apart from "no such object" only when asked whether the key exists."""
+        self._checked(what, self._exists(key))
 
     def _checked(self, what: str, code: Any) -> int:
         if code < 0:
             raise StoreError(what, int(code), self.log)
         return int(code)
+
+
+def _key(key: object) -> str:
+    if isinstance(key, str) and key:
+        return key
+    raise EngineError(f"A key is a text that is not empty, and not {key!r:.80}.")
+
+
+def _value(key: object, value: object) -> bytes:
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return bytes(value)
+    raise EngineError(
+        f"The value of {key!r:.80} is bytes, and not {type(value).__name__}: use text.encode() or "
+        f"array.tobytes()."
+    )

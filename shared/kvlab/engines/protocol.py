@@ -7,13 +7,14 @@ an engine has besides (vLLM's counters, HiCache's tiers) its own module adds.
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import Protocol, Self, TypedDict, Unpack, cast, overload
+from typing import Protocol, Self, SupportsIndex, TypedDict, Unpack, cast, overload
 
 Prompt = str | list[int]
 """Text, or the token ids themselves."""
@@ -74,7 +75,8 @@ class Options(TypedDict, total=False):
     ignore_eos: bool
     """Go on after the model's end-of-sequence token."""
     cache_salt: str | None
-    """Requests with the same salt share cached KV, those with different ones do not."""
+    """Requests with the same salt share cached KV, those with different ones do not. It has at
+    least one character: vLLM 0.32.0 refuses "", SGLang 0.5.23 and minikv take it for none."""
 
 
 class Counting(Protocol):
@@ -115,6 +117,22 @@ def only(prompt: Prompt) -> Prompt:
     if not is_one(prompt):
         raise EngineError("stream() takes one prompt; generate() takes several.")
     return prompt
+
+
+def checked_salt(salt: object) -> str | None:
+    """The salt, if it is one or None; else raises EngineError."""
+    if salt is None or (isinstance(salt, str) and salt):
+        return salt
+    raise EngineError(f"A cache_salt is a text that is not empty, or None, and not {salt!r:.80}.")
+
+
+def whole(name: str, value: object, least: int = 1) -> int:
+    """The value, if it is a whole number from `least` on; else raises EngineError that names it."""
+    if not isinstance(value, bool) and hasattr(value, "__index__"):  # numpy's, too
+        number = operator.index(cast(SupportsIndex, value))
+        if number >= least:
+            return number
+    raise EngineError(f"{name} is a whole number from {least} on, and not {value!r:.80}.")
 
 
 def complete(

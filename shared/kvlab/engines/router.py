@@ -9,6 +9,10 @@
 It speaks SGLang's own API on both sides. "cache_aware" remembers which prompts went where and
 sends one to the replica that has seen the longest beginning of it, unless load differs too much;
 "round_robin" takes one after the other. Checked against sglang-router 0.3.2.
+
+It hands its key on to whoever listens where it was told that a server is, with requests and with
+its own looks at their health. So it is told to look but once, and a request is refused here when a
+server's port has become another program's.
 """
 
 from __future__ import annotations
@@ -17,8 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from kvlab.engines.process import TOKEN, Supervised
-from kvlab.engines.protocol import EngineError, Prompt
+from kvlab.engines.process import TOKEN, Supervised, _port_is_free
+from kvlab.engines.protocol import EngineError, Prompt, checked_salt
 from kvlab.engines.sglang import Native, SGLang
 from kvlab.inside import token
 
@@ -46,6 +50,8 @@ def start_pair(
 
 
 _PAIR = "--pd-disaggregation"
+_ONCE = 7 * 86_400
+"""Seconds between two looks at a server's health: it takes the first when it starts."""
 
 
 class Router(Native):
@@ -76,12 +82,21 @@ class Router(Native):
         self.model = replicas[0].model
         self.device = replicas[0].device
         self._vocabulary = replicas[0]._vocabulary
-        self._known: list[str] = []
+        self._known: list[dict[str, int]] = []
+        """The servers' ports of which it was told."""
 
     def body(self, prompt: Prompt, **options: Any) -> dict[str, Any]:
-        """A request, as SGLang's. Raises EngineError for what is none, and for a cache_salt."""
-        if options.get("cache_salt") is not None:  # it would be left out: all would share KV
+        """A request, as SGLang's. Raises EngineError for what is none, for a cache_salt, and where
+        is_stale: nothing is sent then."""
+        if checked_salt(options.get("cache_salt")) is not None:
+            # It would be left out: all would share KV.
             raise EngineError("sglang-router 0.3.2 does not hand a cache_salt on.")
+        if self.is_alive and self.is_stale:
+            raise EngineError(
+                f"{self.name} knows a server at a port that may be another program's by now, which "
+                f"would get the request and the key. restart() the servers that have ended, then "
+                f"the router."
+            )
         return super().body(prompt, **options)
 
     def _refused(self, text: str) -> EngineError:
@@ -97,8 +112,16 @@ class Router(Native):
 
     @property
     def is_stale(self) -> bool:
-        """Whether a server behind it has other ports than when it was started."""
-        return self._known != self._where()
+        """Whether a server behind it has other ports than when it was started, or has ended and
+        another program has taken its port."""
+        if self._known != [replica.ports for replica in self.replicas]:
+            return True
+        ended = [replica for replica in self.replicas if not replica.is_alive]
+        return not all(
+            # Its main process may have ended before the others, which hold its port as well.
+            _port_is_free(replica.port) or replica._listens(replica._begun, replica.port)
+            for replica in ended
+        )
 
     def _where(self) -> list[str]:
         if _PAIR in self._flags:
@@ -108,14 +131,15 @@ class Router(Native):
         return ["--worker-urls", *(replica.url for replica in self.replicas)]
 
     def _command(self) -> list[str]:
-        self._known = self._where()
+        self._known = [dict(replica.ports) for replica in self.replicas]
         return [
             *(str(self._python), "-m", "kvlab.inside.sglang_router"),
             *("--host", "127.0.0.1", "--port", str(self.port)),
             *("--log-level", "warn"),
+            *("--health-check-interval-secs", str(_ONCE)),
             *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(self.ports["metrics"])),
             *self._settings(),
-            *self._known,
+            *self._where(),
         ]
 
     def _variables(self, folder: Path) -> dict[str, str]:

@@ -19,10 +19,12 @@ and as one side of a pair, Mooncake's Transfer Engine listens on all interfaces
 from __future__ import annotations
 
 import json
+import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal
 
 from kvlab import models
@@ -30,7 +32,14 @@ from kvlab.engines import room
 from kvlab.engines.generating import GeneratingServer
 from kvlab.engines.mooncake import Master
 from kvlab.engines.process import TOKEN
-from kvlab.engines.protocol import Chunk, Completion, EngineError, Prompt
+from kvlab.engines.protocol import (
+    Chunk,
+    Completion,
+    EngineError,
+    Prompt,
+    checked_salt,
+    whole,
+)
 from kvlab.inside import token
 
 ENVIRONMENT = "sglang"
@@ -53,6 +62,18 @@ class HiCache:
     master: Master | None = None
     """L3 in a Mooncake Store; SGLang lends it `segment_bytes`."""
     segment_bytes: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        """Raises EngineError for what is no tier."""
+        if not isinstance(self.ratio, (int, float)) or not 0 < self.ratio < math.inf:
+            raise EngineError(f"ratio is a number above 0, and not {self.ratio!r:.80}.")
+        if not isinstance(self.folder, (str, Path, NoneType)):
+            raise EngineError(f"folder is a path, or None, and not {self.folder!r:.80}.")
+        if not isinstance(self.master, (Master, NoneType)):
+            raise EngineError(f"master is what mooncake.start() gives: not {self.master!r:.80}.")
+        if self.folder is not None and self.master is not None:
+            raise EngineError("HiCache has one L3: a folder or a Mooncake Store.")
+        whole("segment_bytes", self.segment_bytes)
 
 
 @dataclass(frozen=True)
@@ -110,7 +131,7 @@ class Native(GeneratingServer):
                     f"{self.name} refused: token {wrong[0]} is none of the {self._vocabulary} of "
                     f"{self.model}."
                 )
-        if cache_salt is not None:
+        if checked_salt(cache_salt) is not None:
             body["cache_salt"] = cache_salt
         return self._sendable(body)
 
@@ -239,12 +260,26 @@ class SGLang(Native):
         extra_args: Sequence[str],
     ) -> None:
         super().__init__(port=port, deadline=deadline)
+        for name, size in {
+            "page_size": page_size,
+            "max_total_tokens": max_total_tokens,
+            "max_model_len": max_model_len,
+            "chunked_prefill_size": chunked_prefill_size,
+            "max_running_requests": max_running_requests,
+        }.items():
+            whole(name, size)
+        if hicache is not None and not isinstance(hicache, HiCache):
+            raise EngineError(f"hicache is a sglang.HiCache(...), and not {hicache!r:.80}.")
+        if disaggregation not in (None, "prefill", "decode"):
+            raise EngineError(
+                f"disaggregation is prefill, decode or None, and not {disaggregation!r:.80}."
+            )
         self._loads(model, dtype, extra_args)
         self._kv_bytes = room.kv_bytes(self.folder, dtype, max_total_tokens)
         self._vocabulary = int(models.config(self.folder)["vocab_size"])
-        if hicache is not None and hicache.folder is not None and hicache.master is not None:
-            raise EngineError("HiCache has one L3: a folder or a Mooncake Store.")
         self._hicache = hicache
+        self._moves = False
+        """Whether each start is at other ports."""
         self._flags = [
             *("--dtype", dtype),
             *("--page-size", str(page_size)),
@@ -271,6 +306,7 @@ class SGLang(Native):
         if disaggregation is not None:
             # A prefill side tells there where its KV lies.
             self._port_names = ("http", "bootstrap")
+            self._moves = disaggregation == "prefill"
             self._flags += ["--disaggregation-mode", disaggregation]
             self._flags += ["--disaggregation-transfer-backend", "mooncake_tcp"]
             if disaggregation == "decode" and self.device == "cpu":
@@ -279,6 +315,15 @@ class SGLang(Native):
                 self._flags += ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
 
     # What System asks for.
+
+    def _start(self) -> None:
+        if self._moves:
+            # What a decode side was told at a bootstrap address it keeps until two looks, 5 s
+            # apart, find nobody there (0.5.23, srt/disaggregation/common/conn.py). A prefill side
+            # that is back sooner at the same address would wait in vain for what the decode side
+            # has told the one before.
+            self.ports = {}
+        super()._start()
 
     def _check_room(self) -> None:
         if self._hicache is not None and self._hicache.master is not None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvlab.engines.mooncake import ENVIRONMENT
-from kvlab.engines.protocol import EngineError
+from kvlab.engines.protocol import EngineError, whole
 from kvlab.engines.worker import Worker
 
 
@@ -47,7 +47,7 @@ class TransferEngine(Worker):
     _environment_name = ENVIRONMENT
 
     def __init__(self, size: int, deadline: float) -> None:
-        super().__init__(f"with {size:,} bytes", deadline=deadline)
+        super().__init__(f"with {whole('size', size):,} bytes", deadline=deadline)
         self.size = size
         self.address = ""
         """host:port of this end, for peers."""

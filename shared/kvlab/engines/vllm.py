@@ -25,7 +25,14 @@ import zmq
 from kvlab.engines import room
 from kvlab.engines.generating import GeneratingServer, without_places
 from kvlab.engines.process import TOKEN, Supervised
-from kvlab.engines.protocol import Chunk, Completion, EngineError, Prompt
+from kvlab.engines.protocol import (
+    Chunk,
+    Completion,
+    EngineError,
+    Prompt,
+    checked_salt,
+    whole,
+)
 from kvlab.engines.server import Server
 from kvlab.inside import token
 from kvlab.inside.token import RequireToken
@@ -128,6 +135,24 @@ class Connector:
     """Environment variables that name a port: each start gets free ones."""
     memory_bytes: int = 0
     """Of main memory that vLLM's process fills for it or lends."""
+    chunk_size: int = 0
+    """Tokens that it keeps together, if more than a block: a multiple of the block size."""
+
+
+def _check(connector: object, block_size: int) -> None:
+    """Raise EngineError, that says what to write, for what is no connector or does not fit."""
+    if connector is None:
+        return
+    if not isinstance(connector, Connector):
+        makes = "vllm_connectors.to_mooncake(master), for example"
+        if callable(getattr(connector, "connector", None)):  # an LMCache
+            makes = "connector=cache.connector(), of the LMCache that was given"
+        raise EngineError(f"connector is what makes vLLM use a system: {makes}; not {connector!r}.")
+    if connector.chunk_size % block_size:
+        raise EngineError(
+            f"A chunk of {connector.chunk_size} tokens is not made of whole blocks of "
+            f"{block_size}: give a chunk_size that is a multiple of {block_size}."
+        )
 
 
 # What vLLM's error lines mean.
@@ -191,6 +216,18 @@ class VLLM(GeneratingServer):
         extra_args: Sequence[str],
     ) -> None:
         super().__init__(port=port, deadline=deadline)
+        sizes = {
+            "block_size": block_size,
+            "kv_cache_memory_bytes": kv_cache_memory_bytes,
+            "max_model_len": max_model_len,
+            "max_num_batched_tokens": max_num_batched_tokens,
+            "max_num_seqs": max_num_seqs,
+        }
+        if num_gpu_blocks_override is not None:
+            sizes["num_gpu_blocks_override"] = num_gpu_blocks_override
+        for name, size in sizes.items():
+            whole(name, size)
+        _check(connector, block_size)
         self._loads(model, dtype, extra_args)
         self._kv_bytes = kv_cache_memory_bytes
         if num_gpu_blocks_override is not None:
@@ -366,7 +403,7 @@ class VLLM(GeneratingServer):
             body["logprobs"] = 0  # of the sampled token alone
         if seed is not None:
             body["seed"] = seed
-        if cache_salt is not None:
+        if checked_salt(cache_salt) is not None:
             body["cache_salt"] = cache_salt
         return self._sendable(body)
 

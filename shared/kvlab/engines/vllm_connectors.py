@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from kvlab import environments
 from kvlab.engines.mooncake import Master
+from kvlab.engines.protocol import EngineError, whole
 from kvlab.engines.vllm import Connector
 
 _OWN = "kvlab.inside.connectors"
@@ -23,6 +24,8 @@ def to_disk(folder: str | Path) -> Connector:
     It finds whole prompts, not beginnings of them, by their token ids alone: the model, the type of
     its KV and a request's cache salt make no difference. It is what its name says.
     """
+    if not isinstance(folder, (str, Path)):
+        raise EngineError(f"folder is a path, and not {folder!r:.80}.")
     place = str(Path(folder).expanduser().absolute())
     return Connector(
         lambda: {
@@ -39,7 +42,7 @@ def to_host(memory_bytes: int) -> Connector:
 
     On a CPU its worker is the course's own (kvlab/inside/connectors/host_memory.py).
     """
-    extra: dict[str, Any] = {"cpu_bytes_to_use": memory_bytes}
+    extra: dict[str, Any] = {"cpu_bytes_to_use": whole("memory_bytes", memory_bytes)}
     if environments.device() == "cpu":
         extra |= {"spec_name": "HostMemorySpec", "spec_module_path": f"{_OWN}.host_memory"}
     return Connector(
@@ -58,6 +61,7 @@ def to_store(master: Master) -> Connector:
     The store needs a client that lends it memory. Blocks that do not come are computed. Mooncake's
     Transfer Engine, in vLLM's worker, listens on all interfaces (`kvlab.engines.transfer_engine`).
     """
+    _check(master)
     return Connector(
         lambda: {
             "kv_connector": "BlockStoreConnector",
@@ -73,9 +77,13 @@ def to_store(master: Master) -> Connector:
 def to_mooncake(master: Master, *, segment_bytes: int = 0) -> Connector:
     """vLLM's own MooncakeStoreConnector.
 
-    vLLM's worker lends the store segment_bytes; with 0 some other client has to. The worker's
-    Transfer Engine listens on all interfaces (`kvlab.engines.transfer_engine`).
+    vLLM's worker lends the store segment_bytes; with 0 some other client has to. Blocks that do not
+    come, because who held them is gone, are computed; by default vLLM would give the request up
+    (0.32.0, kv_load_failure_policy in vllm/config/kv_transfer.py). The worker's Transfer Engine
+    listens on all interfaces (`kvlab.engines.transfer_engine`).
     """
+    _check(master)
+    segment_bytes = whole("segment_bytes", segment_bytes, least=0)
 
     buffer_bytes = 64 << 20
 
@@ -92,7 +100,11 @@ def to_mooncake(master: Master, *, segment_bytes: int = 0) -> Connector:
         return {"mooncake.json": json.dumps(told)}
 
     return Connector(
-        lambda: {"kv_connector": "MooncakeStoreConnector", "kv_role": "kv_both"},
+        lambda: {
+            "kv_connector": "MooncakeStoreConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+        },
         server=master,
         variables={"MOONCAKE_CONFIG_PATH": "mooncake.json"},
         files=config,
@@ -106,6 +118,8 @@ def over_nixl(role: Literal["kv_producer", "kv_consumer"]) -> Connector:
 
     NIXL moves bytes with UCX: on a CPU over loopback TCP, on a GPU also from GPU to GPU.
     """
+    if role not in ("kv_producer", "kv_consumer"):
+        raise EngineError(f"role is kv_producer (prefill) or kv_consumer, and not {role!r:.80}.")
     config: dict[str, Any] = {"kv_connector": "NixlConnector", "kv_role": role}
     # UCX would listen on every network device.
     variables = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "UCX_NET_DEVICES": "lo"}
@@ -114,3 +128,8 @@ def over_nixl(role: Literal["kv_producer", "kv_consumer"]) -> Connector:
         variables["UCX_TLS"] = "tcp,sm,self"
     ports = ("VLLM_NIXL_SIDE_CHANNEL_PORT",)
     return Connector(lambda: config, variables=variables, ports=ports)
+
+
+def _check(master: object) -> None:
+    if not isinstance(master, Master):
+        raise EngineError(f"master is what mooncake.start() gives, and not {master!r:.80}.")
