@@ -26,7 +26,7 @@ def random_run(seed):
         "max_num_seqs": rng.randint(1, 6),
         "long_prefill_token_threshold": rng.choice([0, 0, 2, 5]),
         "policy": rng.choice(["fcfs", "priority"]),
-        "enable_prefix_caching": rng.random() < 0.6,
+        "prefix_cache": "hash" if rng.random() < 0.6 else None,
     }
     arrivals = [
         Arrival(
@@ -47,9 +47,8 @@ def test_the_same_steps():
     theirs = vllm_scheduler.dry_runs(runs)
     steps = preemptions = hits = chunks = 0
     for seed, ((arrivals, settings), expected) in enumerate(zip(runs, theirs, strict=True)):
-        caching = settings.pop("enable_prefix_caching")
-        ours = dry_run(arrivals, prefix_cache="hash" if caching else None, **settings)
-        told_exception = settings["policy"] == "priority" and caching
+        ours = dry_run(arrivals, **settings)
+        told_exception = settings["policy"] == "priority" and bool(settings["prefix_cache"])
         for mine, its in zip(ours, expected, strict=not told_exception):
             if told_exception and (mine.preempted or its.preempted):
                 break  # blocks of a victim of the same step: see Scheduler._preempt
@@ -76,3 +75,8 @@ def test_what_vllm_refuses_is_told():
         EngineError, match=r"vLLM's Scheduler refused run: .*max_tokens must be at least 1"
     ):
         vllm_scheduler.dry_run([Arrival(id="a", prompt=3, output=0)])
+
+
+def test_a_tree_is_nothing_that_vllms_scheduler_has():
+    with pytest.raises(EngineError, match="'hash' or None, and not 'radix'"):
+        vllm_scheduler.dry_run([Arrival(id="a", prompt=3, output=1)], prefix_cache="radix")

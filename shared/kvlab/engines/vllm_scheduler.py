@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvlab import models
+from kvlab.engines.protocol import EngineError
 from kvlab.engines.worker import Worker
 from minikv import trace
 from minikv.trace import Arrival, Step, made_up_prompts
@@ -71,6 +72,11 @@ def _all_settings(given: dict[str, Any]) -> dict[str, Any]:
     """The settings with the defaults of minikv's dry run; TypeError for one it does not know."""
     call = inspect.signature(trace.dry_run).bind([], **given)
     call.apply_defaults()
+    if call.kwargs["prefix_cache"] not in ("hash", None):
+        raise EngineError(
+            "vLLM finds cached blocks by their hashes: prefix_cache is 'hash' or None, and not "
+            f"{call.kwargs['prefix_cache']!r}."
+        )
     return call.kwargs
 
 

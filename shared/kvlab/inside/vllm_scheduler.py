@@ -26,7 +26,7 @@ def make(model: str, settings: dict[str, Any]) -> Any:
     model_config.max_model_len = longest
     cache = CacheConfig(
         block_size=block_size,
-        enable_prefix_caching=settings["enable_prefix_caching"],
+        enable_prefix_caching=settings["prefix_cache"] == "hash",
         prefix_caching_hash_algo="sha256_cbor",
     )
     cache.num_gpu_blocks = num_blocks
@@ -75,7 +75,7 @@ def run(model: str, arrivals: list[dict[str, Any]], settings: dict[str, Any]) ->
     scheduler = make(model, settings)
     init_none_hash(sha256_cbor)
     hasher = None
-    if settings["enable_prefix_caching"]:
+    if settings["prefix_cache"] == "hash":
         hasher = get_request_block_hasher(settings["block_size"], sha256_cbor)
     coming = list(enumerate(sorted(arrivals, key=lambda arrival: arrival["step"])))[::-1]
     requests: dict[str, Any] = {}
