@@ -39,6 +39,23 @@ def pytest_report_header():
     return f"kernels: {REFUSAL or where}; torch {torch.__version__}; KERNELS_SEED={SEED}"
 
 
+COMPILED = pytest.StashKey[dict]()
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """What a Hopper GPU would be given: test_compiled.py found it out."""
+    report = config.stash.get(COMPILED, None)
+    if not report:
+        return
+    terminalreporter.section(f"compiled for sm_90a by Triton {report['triton']}")
+    for row in report["kernels"]:
+        terminalreporter.line(
+            f"{row['kernel']:8}{row['dtype']:9} head_dim {row['head_dim']:3} group {row['group']}: "
+            f"{row['registers']:3} registers, {row['spilled_bytes']} bytes spilled, "
+            f"{row['shared_bytes']} bytes shared"
+        )
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         if not ON_GPU and item.get_closest_marker("cuda"):

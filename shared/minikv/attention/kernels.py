@@ -270,7 +270,8 @@ def paged_decode(
 
 def prefill_options(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
     """Tile of `_prefill`, and how Triton is to compile it."""
-    if dtype == torch.float32:  # exact, so without tensor cores: all operands lie in registers
+    if dtype == torch.float32 and not INTERPRETED:
+        # Exact, so without tensor cores: all operands lie in registers.
         return dict(ROWS=32, KEYS=16, num_warps=8, num_stages=2)
     return dict(ROWS=128, KEYS=64, num_warps=8 if head_dim > 64 else 4, num_stages=2)
 
@@ -278,7 +279,7 @@ def prefill_options(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
 def decode_options(dtype: torch.dtype, group: int) -> dict[str, int]:
     """The same for `_decode`, whose rows are the `group` query heads of a KV head."""
     rows = max(16, triton.next_power_of_2(group))  # 16: the least that a tensor core takes
-    if dtype == torch.float32:
+    if dtype == torch.float32 and not INTERPRETED:
         return dict(ROWS=rows, KEYS=32, num_warps=8, num_stages=3)
     return dict(ROWS=rows, KEYS=64, num_warps=4, num_stages=3)
 
