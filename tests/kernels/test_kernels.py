@@ -39,7 +39,7 @@ def decode(kernels, case, num_splits=None):
 def test_prefill(kernels, rng, shape):
     """A whole prompt, a chunk after a cached prefix, and a single token, side by side."""
     prefix = rng.randrange(1, 150)
-    segments = [(0, rng.randrange(2, 100)), (prefix, prefix + rng.randrange(2, 60)), (0, 1)]
+    segments = [(0, rng.randrange(2, 70)), (prefix, prefix + rng.randrange(2, 50)), (0, 1)]
     case = Case(rng, segments, **shape)
     prefill(kernels, case)
     case.check()
