@@ -60,7 +60,7 @@ class Case:
     def check(self):
         out, lse = self.expected()
         largest = (self.out.double() - out).nan_to_num(0).abs().max()
-        print(f"largest error {largest:.2g}")
+        print(f"largest error {self.dtype} {largest:.2g}")
         tolerance = TOLERANCE[self.dtype]
         close = dict(rtol=0, equal_nan=True)
         torch.testing.assert_close(self.out.double(), out, atol=tolerance, **close)
