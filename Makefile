@@ -7,7 +7,7 @@ BARE = @PYTHONPATH=shared "$(PYTHON)" -m
 # Makes .venv whole, then runs a command of `kvlab` in it.
 KVLAB = $(BARE) kvlab.setup
 
-.PHONY: help lab setup test test-python doctor pins notebooks clean clean-cache
+.PHONY: help lab setup test test-python test-gpu doctor pins notebooks clean clean-cache
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /    make \1\t/p' Makefile | expand -t 24
@@ -23,6 +23,18 @@ test: ## set up what is missing and run all tests
 
 test-python: ## run the packages' tests under another Python: PYTHON=/path/to/python3.12
 	@.venv/bin/python -m kvlab.cli test-python "$(PYTHON)"
+
+# Not by way of .venv: on a rented GPU machine with torch this is all that has to be there.
+test-gpu: ## run the kernels' tests with a Python that has torch, triton, safetensors and pytest
+	@for python in "$(PYTHON)" python3 python; do \
+	    if "$$python" -c 'import torch, triton, numpy, safetensors, pytest' 2>/dev/null; then \
+	        PYTHONPATH=shared exec "$$python" -m pytest -rs tests/kernels; \
+	    fi; \
+	done; \
+	echo "No Python here has torch, triton, numpy, safetensors and pytest. Install them"; \
+	echo "(torch 2.11 or later for CUDA brings triton), or name a Python that has them:"; \
+	echo "    make test-gpu PYTHON=/path/to/python"; \
+	exit 1
 
 doctor: ## what can this machine run, and why not the rest
 	$(BARE) kvlab.doctor

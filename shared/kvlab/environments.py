@@ -37,7 +37,7 @@ COMPUTE_CAPABILITY = (7, 5)
 
 # (gigabytes to download, gigabytes on disk): seen for the CPU, estimated for CUDA.
 SIZES = {
-    ("notebook", "cpu"): (0.5, 1.5),
+    ("notebook", "cpu"): (0.8, 2.5),
     ("notebook", "cuda"): (2.9, 5.5),
     ("vllm", "cpu"): (0.9, 3.8),
     ("vllm", "cuda"): (5.3, 10.9),
@@ -45,17 +45,21 @@ SIZES = {
     ("sglang", "cuda"): (5.0, 11.0),
     ("router", "cpu"): (0.1, 0.1),
     ("router", "cuda"): (0.1, 0.1),
+    ("triton", "cpu"): (0.2, 0.7),
+    ("triton", "cuda"): (0.2, 0.7),
 }
 TITLES = {
     "notebook": "the notebook environment",
     "vllm": "vLLM's environment",
     "sglang": "SGLang's environment",
     "router": "the router's environment",
+    "triton": "the older Triton's environment",
 }
 HOLDS = {
     "vllm": "vLLM, LMCache, Mooncake, NIXL",
     "sglang": "SGLang with HiCache, Mooncake",
     "router": "sglang-router",
+    "triton": "an older Triton, for the kernels' tests",
 }
 """The engines' environments, and what is in each."""
 

@@ -34,6 +34,8 @@ FILES = {
     "sglang-cuda": "sglang-cuda.in",
     "router-cpu": "router.in",
     "router-cuda": "router.in",
+    "triton-cpu": "triton.in",
+    "triton-cuda": "triton.in",
 }
 
 # What replaces a package's own wish.

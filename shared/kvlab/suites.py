@@ -32,6 +32,8 @@ class Suite:
     name: str
     command: tuple[str, ...]
     places: tuple[str, ...]
+    in_front: str = ""
+    """an environment whose packages are taken where both have one"""
 
 
 SUITES = (
@@ -45,6 +47,9 @@ SUITES = (
         (".github/workflows/cpu.yml", ".github/workflows/gpu.yml"),
     ),
     Suite("packages", ("pytest", "-q", *_TWO), ("tests/kvlab", "tests/minikv")),
+    # In processes of their own: without a GPU they set TRITON_INTERPRET, which no engine may see.
+    Suite("kernels", ("pytest", "-q", "-rs"), ("tests/kernels",)),
+    Suite("kernels, older Triton", ("pytest", "-q", "-rs"), ("tests/kernels",), "triton"),
     Suite("notebooks", ("pytest", "-q", *_TWO, "--nbval"), ("chapters", "labs", "solutions")),
     Suite("browser", ("pytest", "-q", "-rs"), ("tests/browser",)),
 )
@@ -69,8 +74,12 @@ def run(suites: tuple[Suite, ...] = SUITES) -> tuple[int, list[dict[str, str]]]:
         # zizmor is a program only; the others are run as modules, whatever the folder is called.
         module = tool.replace("-", "_")
         start = [f"{sys.prefix}/bin/{tool}"] if tool == "zizmor" else [sys.executable, "-m", module]
+        variables = dict(environment)
+        if suite.in_front:
+            inside = environments.python(suite.in_front)
+            variables["PYTHONPATH"] = str(environments.site_packages(inside))
         began = time.monotonic()
-        code = subprocess.run([*start, *arguments, *places], cwd=ROOT, env=environment).returncode
+        code = subprocess.run([*start, *arguments, *places], cwd=ROOT, env=variables).returncode
         minutes = (time.monotonic() - began) / 60
         skipped = code == _NO_TESTS_COLLECTED and suite.name == "browser"
         if code and not skipped:

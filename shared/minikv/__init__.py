@@ -18,7 +18,21 @@ And without a model: trace.py (what did a step do?), simulate.py (how would thes
 a step took so long?).
 """
 
-from minikv.engine import LLM
-from minikv.request import RequestOutput, SamplingParams
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from minikv.engine import LLM
+    from minikv.request import RequestOutput, SamplingParams
 
 __all__ = ["LLM", "RequestOutput", "SamplingParams"]
+
+_ROOMS = {"LLM": "engine", "RequestOutput": "request", "SamplingParams": "request"}
+
+
+def __getattr__(name: str) -> Any:
+    """A name comes from its room when it is first asked for: so `minikv.attention` alone needs no
+    tokenizer, and runs on a machine that has little more than torch."""
+    if name not in _ROOMS:
+        raise AttributeError(f"module 'minikv' has no attribute {name!r}")
+    return getattr(import_module(f"minikv.{_ROOMS[name]}"), name)

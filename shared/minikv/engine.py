@@ -18,12 +18,12 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from minikv.attention import KVCache
+from minikv.attention import KVCache, PagedBatch
 from minikv.request import (
     Piece,
     Request,
@@ -37,6 +37,9 @@ from minikv.scheduler import PrefixCache, Scheduler, SchedulerOutput, make_kv
 from minikv.tokenizer import Detokenizer, Tokenizer
 from minikv.trace import Stats, Step, as_step
 from minikv.weights import eos_token_ids, load_model, model_config, read_json
+
+if TYPE_CHECKING:  # at run time this needs triton
+    from minikv.attention.kernels import TritonBatch
 
 Prompt = str | Sequence[int]
 
@@ -76,6 +79,8 @@ class LLM:
     folder: config.json, safetensors, and (for text) tokenizer.json; Llama or Qwen3.
     dtype: of weights and KV cache; "auto" takes the checkpoint's.
     device: "auto" takes CUDA where there is one.
+    attention: "torch" gathers blocks and runs anywhere; "triton" has kernels that follow the block
+        tables, for a GPU or Triton's interpreter.
     block_size: tokens of a KV block.
     num_blocks: blocks of the KV cache, the null block included; None: as many as
         kv_cache_memory_bytes holds.
@@ -96,6 +101,7 @@ class LLM:
         *,
         dtype: str = "auto",
         device: str = "auto",
+        attention: str = "torch",
         block_size: int = 32,
         num_blocks: int | None = None,
         kv_cache_memory_bytes: int = 64 << 20,
@@ -117,6 +123,7 @@ class LLM:
         self.config = model_config(raw)
         self.dtype = _dtype(dtype, raw)
         self.device = _device(device)
+        batch = _attention(attention)
         self.kv_bytes_per_token = self.config.kv_bytes_per_token(self.dtype)
         self.stats = Stats()
         self.trace: deque[Step] = deque(maxlen=TRACE_STEPS)  # the last steps, oldest first
@@ -150,7 +157,7 @@ class LLM:
         self._eos_token_ids = eos_token_ids(folder, raw)
         model = load_model(folder, self.config, self.dtype, self.device)
         cache = KVCache(self.config, num_blocks, block_size, self.dtype, self.device)
-        self.runner = Runner(model, cache)
+        self.runner = Runner(model, cache, batch)
 
         self._rng = random.Random(seed)
         self._num_requests = 0
@@ -443,6 +450,23 @@ def _dtype(name: str, raw: Mapping[str, Any]) -> torch.dtype:
     if name not in dtypes:
         raise ValueError(f"dtype must be auto, {', '.join(dtypes)}; got {name!r}")
     return dtypes[name]
+
+
+def _attention(name: str) -> type[PagedBatch] | type[TritonBatch]:
+    if name == "torch":
+        return PagedBatch
+    if name != "triton":
+        raise ValueError(f"attention must be torch or triton; got {name!r}")
+    try:
+        from minikv.attention.kernels import TritonBatch
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise ValueError(
+            "attention='triton' needs the package triton, which is not installed: install it, or "
+            "take attention='torch'"
+        ) from None
+    return TritonBatch
 
 
 def _device(name: str) -> torch.device:

@@ -9,6 +9,7 @@ eight.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,16 +19,26 @@ from minikv.model import CausalLM
 from minikv.request import SamplingParams
 from minikv.scheduler import ScheduledRequest
 
+if TYPE_CHECKING:  # at run time this needs triton
+    from minikv.attention.kernels import TritonBatch
+
 
 class Runner:
     """Holds the model and the KV cache, and keeps no state of requests between steps.
 
     copied_bytes: of keys and values, copied by the last step to read them.
+    attention: what reads the KV cache, made anew for each step.
     """
 
-    def __init__(self, model: CausalLM, cache: KVCache) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        cache: KVCache,
+        attention: type[PagedBatch] | type[TritonBatch] = PagedBatch,
+    ) -> None:
         self.model = model
         self.cache = cache
+        self.attention = attention
         self.device = cache.k[0].device
         self.copied_bytes = 0
 
@@ -40,7 +51,7 @@ class Runner:
         model gives NaN.
         """
         token_ids = [t for share in batch for t in share.request.token_ids[share.start : share.end]]
-        attend = PagedBatch(
+        attend = self.attention(
             self.cache, [Segment(share.start, share.end, share.block_ids) for share in batch]
         )
         hidden = self.model(self._tensor(token_ids), attend.positions, attend)

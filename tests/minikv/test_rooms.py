@@ -11,7 +11,7 @@ import minikv
 
 PACKAGE = Path(minikv.__file__).parent
 FILES = {str(path.relative_to(PACKAGE)): path for path in sorted(PACKAGE.rglob("*.py"))}
-LIBRARIES = {"torch", "numpy", "safetensors", "tokenizers", "jinja2", "cbor2"}
+LIBRARIES = {"torch", "numpy", "safetensors", "tokenizers", "jinja2", "cbor2", "triton"}
 
 
 def imports(path):
