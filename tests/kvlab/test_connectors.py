@@ -256,22 +256,18 @@ def poisoned(engine: VLLM, client: Store) -> None:
 
 
 def test_vllms_own_mooncake_connector(reference: Completion) -> None:
-    # It counts the holder as alive for as long as the test may take.
-    with (
-        mooncake.start(client_ttl_seconds=600) as master,
-        master.client(segment_bytes=128 << 20) as holder,
-    ):
+    with mooncake.start() as master, master.client(segment_bytes=128 << 20) as holder:
         connector = vllm_connectors.to_mooncake(master)
         with vllm.start(MODEL, connector=connector) as engine:
             assert same(ask(engine), reference)
             assert same(after_reset(engine), reference)
         with vllm.start(MODEL, connector=connector) as engine:
             assert ask(engine).cached_tokens == FULL
-            # The holder is gone, and the master does not know it yet: it is computed, and kept.
+            # The holder is gone, and the master does not know it yet: vLLM tries until it does.
             os.kill(holder.pid, signal.SIGKILL)
             assert within(30, engine.reset_prefix_cache)
             assert same(ask(engine), reference)
-            assert "Failed to get" in engine.log.read_text()
+            assert "Recovered from KV load failure" in engine.log.read_text()
             assert ask(engine).cached_tokens == FULL
 
 

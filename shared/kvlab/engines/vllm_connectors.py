@@ -77,10 +77,12 @@ def to_store(master: Master) -> Connector:
 def to_mooncake(master: Master, *, segment_bytes: int = 0) -> Connector:
     """vLLM's own MooncakeStoreConnector.
 
-    vLLM's worker lends the store segment_bytes; with 0 some other client has to. Blocks that do not
-    come, because who held them is gone, are computed; by default vLLM would give the request up
-    (0.32.0, kv_load_failure_policy in vllm/config/kv_transfer.py). The worker's Transfer Engine
-    listens on all interfaces (`kvlab.engines.transfer_engine`).
+    vLLM's worker lends the store segment_bytes; with 0 some other client has to. Where blocks do
+    not come, because who held them is gone, vLLM 0.32.0 would by default give the request up
+    (kv_load_failure_policy in vllm/config/kv_transfer.py). Here it begins anew, which asks the
+    store again: so it tries and fails until the master too knows that the holder is gone
+    (client_ttl_seconds), and then computes. The worker's Transfer Engine listens on all interfaces
+    (`kvlab.engines.transfer_engine`).
     """
     _check(master)
     segment_bytes = whole("segment_bytes", segment_bytes, least=0)
