@@ -319,12 +319,19 @@ class LLM:
         out = self.scheduler.schedule()
         try:
             tokens, logprobs = self.runner.execute(out.scheduled) if out.scheduled else ({}, {})
+            self._record(out)
+            self.scheduler.update(out, tokens, logprobs)
+            self._give_text(tokens)
         except BaseException:  # out of memory, Ctrl-C: what the step wrote is unknown
             for share in out.scheduled:
-                self.abort(share.request.request_id)
+                request = share.request
+                if request.request_id in self._clients:
+                    self.abort(request.request_id)
+                    # `update` may have finished it, but its last token never became text.
+                    request.status = RequestStatus.FINISHED_ABORTED
             raise
-        self._record(out)
-        self.scheduler.update(out, tokens, logprobs)
+
+    def _give_text(self, tokens: Mapping[str, int]) -> None:
         for request_id, token in tokens.items():
             client = self._clients[request_id]
             request = client.request
@@ -363,6 +370,10 @@ class LLM:
             raise ValueError('priorities need LLM(..., scheduling_policy="priority")')
         if not isinstance(cache_salt, str | None):
             raise ValueError(f"cache_salt must be a text or None; got {cache_salt!r}")
+        try:
+            (cache_salt or "").encode()
+        except UnicodeEncodeError as error:  # else hashing would raise once a block is full
+            raise ValueError(f"cache_salt has no UTF-8 form: {cache_salt!r} ({error})") from None
         text = prompt if isinstance(prompt, str) else None
         token_ids = self._check_token_ids(
             self._need_tokenizer().encode(text) if text is not None else prompt

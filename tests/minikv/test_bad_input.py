@@ -85,7 +85,7 @@ def test_stream_and_add_request_refuse_at_once(llm):
         (dict(priority=1), r"priorities need LLM\(\.\.\., scheduling_policy=.priority.\)"),
         (dict(priority=[0, None]), "priority must be a whole number; got None"),
         (dict(cache_salt=7), "cache_salt must be a text or None; got 7"),
-        (dict(cache_salt="\ud800"), "ud800|surrogate|encod"),
+        (dict(cache_salt="\ud800"), "cache_salt has no UTF-8 form"),
     ],
 )
 def test_a_bad_option_leaves_nothing_behind(llm, options, message):
@@ -93,6 +93,13 @@ def test_a_bad_option_leaves_nothing_behind(llm, options, message):
         llm.generate([[1] * 8, [2] * 8], **options)
     assert not llm.has_unfinished()
     assert len(llm.generate([1] * 8, SamplingParams(max_tokens=1))) == 1
+
+
+def test_a_salt_that_no_hash_can_take_is_refused_before_it_is_hashed(llm):
+    """Of a prompt shorter than a block nothing is hashed until a step has filled the block."""
+    with refuses("cache_salt has no UTF-8 form"):
+        llm.add_request([1], cache_salt="\ud800")
+    assert not llm.has_unfinished()
 
 
 @pytest.mark.parametrize("messages", [None, [], {}, "hello", [None], [{"content": "hello"}]])

@@ -241,6 +241,34 @@ def test_a_step_that_fails_ends_its_requests_and_no_others(engine, monkeypatch):
     assert is_idle(llm)
 
 
+@pytest.mark.parametrize("place", ["update", "text"])
+def test_a_step_that_fails_after_the_model_ran(engine, monkeypatch, place):
+    """The tokens are there, but half of the requests have not been told of them."""
+    llm = engine(max_num_seqs=2)
+    ids = [llm.add_request(PROMPT[i : i + 9], greedy(n)) for i, n in ((0, 1), (20, 3), (40, 1))]
+    second = llm._clients[ids[1]]
+    with monkeypatch.context() as patch:
+        if place == "update":
+            check = llm.scheduler._check_stop
+            patch.setattr(
+                llm.scheduler, "_check_stop", lambda r: 1 / 0 if r is second.request else check(r)
+            )
+        else:
+            patch.setattr(second.detokenizer, "append", lambda token: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llm.step()
+    ended = {o.request_id: o.finish_reason for o in llm.step()}
+    # The first has had its whole turn only where its text was made before the second's failed.
+    assert ended == {
+        ids[0]: "abort" if place == "update" else "length",
+        ids[1]: "abort",
+        ids[2]: "length",
+    }
+    assert is_idle(llm)
+    assert not llm._clients
+    assert llm.generate(PROMPT[:9], greedy(1))[0].finish_reason == "length"
+
+
 def test_preempted_in_the_step_that_had_given_it_tokens(engine):
     """Only under "priority": the victim's blocks were published for a share that is taken back.
 
